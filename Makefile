@@ -1,0 +1,37 @@
+# `make pretrain` on a fresh clone is all that a newcomer needs; every target sets up what it uses.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
+
+.PHONY: pretrain test test-gpu check setup clean
+
+pretrain: $(VENV)/.ready
+	$(BIN)/deepspeed recipes/pretrain.py
+
+setup: $(VENV)/.ready
+
+# Installs the pinned packages and compiles, once, DeepSpeed's op that CPU ranks on one host talk through.
+$(VENV)/.ready: requirements.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --requirement requirements.txt
+	$(BIN)/python -m recipes.cluster.op_builds
+	touch $@
+
+$(VENV)/.ready-test: $(VENV)/.ready tests/requirements.txt
+	$(BIN)/pip install --quiet --requirement tests/requirements.txt
+	touch $@
+
+test: $(VENV)/.ready-test
+	$(BIN)/python -m pytest tests
+
+test-gpu: $(VENV)/.ready-test
+	$(BIN)/python -m pytest tests -m gpu
+
+check: $(VENV)/.ready-test
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,1 @@
+"""The transformer: torch only, one device."""

@@ -1,0 +1,203 @@
+"""Multi-head latent attention, the plain multi-head attention of DeepSeekMoE 16B, and the latent cache for decoding."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.config import ModelConfig
+from model.layers import RMSNorm
+from model.rope import apply_rotary, softmax_scale
+
+# Local names: B batch, S new tokens, L tokens attended to, N heads, D head size, C kv_lora_rank, R rotary part.
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None) -> Tensor:
+    """Scaled dot-product attention; causal when there is no mask.
+
+    Args:
+        query: (B, S, N, D). key: (B, L, N, D). value: (B, L, N, Dv).
+        mask: (B, 1, S, L) bool, True where a query may look; None means causal with S = L.
+    Returns:
+        (B, S, N * Dv)
+    """
+    value_dim = value.shape[-1]
+    if value_dim != query.shape[-1]:
+        # The fused kernels take one head size only; zeros in the values add nothing to the kept part.
+        width = max(value_dim, query.shape[-1])
+        query, key, value = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
+    out = F.scaled_dot_product_attention(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+    )
+    return out.transpose(1, 2)[..., :value_dim].flatten(2)  # (B, N, S, D) -> (B, S, N * Dv)
+
+
+def document_mask(document_ids: Tensor) -> Tensor:
+    """(B, S) document of each token -> (B, 1, S, S) bool: the same document, and not later."""
+    length = document_ids.shape[1]
+    same = document_ids.unsqueeze(2) == document_ids.unsqueeze(1)
+    causal = torch.ones(length, length, dtype=torch.bool, device=document_ids.device).tril()
+    return (same & causal).unsqueeze(1)
+
+
+class LatentCache:
+    """What decoding keeps of the tokens seen: for each layer and token kv_lora_rank + qk_rope_head_dim numbers.
+
+    With plain multi-head attention, keys and values are kept instead.
+
+    Args:
+        config: the architecture. batch_size: sequences. capacity: the most tokens of a sequence.
+    Source: DeepSeek-V2 (arXiv 2405.04434), sec. 2.1.2 and 2.1.3: only the latent and the rotated key need caching.
+    """
+
+    def __init__(
+        self, config: ModelConfig, batch_size: int, capacity: int, *, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        widths = (config.hidden_size, config.hidden_size)
+        if config.kv_lora_rank is not None:
+            widths = (config.kv_lora_rank, config.rotary_dim)
+        self.capacity = capacity
+        self.length = 0  # tokens that every layer has seen
+        self.layers = [
+            tuple(torch.empty(batch_size, capacity, width, dtype=dtype, device=device) for width in widths)
+            for _ in range(config.num_hidden_layers)
+        ]
+
+    def extend(self, layer_index: int, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        """Append (B, S, width) of the new tokens; return both parts of all tokens so far, (B, L, width)."""
+        end = self.length + first.shape[1]
+        if end > self.capacity:
+            raise ValueError(f"the cache holds {self.capacity} tokens, {end} are needed")
+        kept = self.layers[layer_index]
+        for buffer, new in zip(kept, (first, second), strict=True):
+            buffer[:, self.length : end] = new
+        return kept[0][:, :end], kept[1][:, :end]
+
+    def mask(self, new_tokens: int) -> Tensor | None:
+        """(1, 1, S, L) bool of which tokens the new ones may look at; None while the cache is empty: plain causal."""
+        if self.length == 0:
+            return None
+        device = self.layers[0][0].device
+        every = torch.ones(new_tokens, self.length + new_tokens, dtype=torch.bool, device=device)
+        return every.tril(self.length)[None, None]
+
+
+class MultiheadLatentAttention(nn.Module):
+    """Attention whose keys and values are expanded from one compressed vector a token; rotation in a part of its own.
+
+    Source: DeepSeek-V2 (arXiv 2405.04434), sec. 2.1, eq. 37-47; DeepSeek-V3 (arXiv 2412.19437), eq. 1-11.
+    """
+
+    def __init__(self, config: ModelConfig, layer_index: int) -> None:
+        super().__init__()
+        assert config.kv_lora_rank and config.qk_nope_head_dim and config.qk_rope_head_dim and config.v_head_dim
+        self.layer_index = layer_index
+        self.heads = config.num_attention_heads
+        self.latent_dim, self.rope_dim = config.kv_lora_rank, config.qk_rope_head_dim
+        self.nope_dim, self.value_dim = config.qk_nope_head_dim, config.v_head_dim
+        self.interleave = config.rope_interleave
+        self.scale = softmax_scale(config)
+        query_size = self.heads * config.qk_head_dim
+        self.compresses_queries = config.q_lora_rank is not None
+        if config.q_lora_rank is None:
+            self.q_proj = nn.Linear(config.hidden_size, query_size, bias=False)
+        else:
+            self.q_a_proj = nn.Linear(config.hidden_size, config.q_lora_rank, bias=False)
+            self.q_a_layernorm = RMSNorm(config.q_lora_rank, _LATENT_NORM_EPS)
+            self.q_b_proj = nn.Linear(config.q_lora_rank, query_size, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(config.hidden_size, self.latent_dim + self.rope_dim, bias=False)
+        self.kv_a_layernorm = RMSNorm(self.latent_dim, _LATENT_NORM_EPS)
+        self.kv_b_proj = nn.Linear(self.latent_dim, self.heads * (self.nope_dim + self.value_dim), bias=False)
+        self.o_proj = nn.Linear(self.heads * self.value_dim, config.hidden_size, bias=False)
+
+    def forward(
+        self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LatentCache | None = None
+    ) -> Tensor:
+        """
+        Args:
+            hidden: (B, S, hidden_size). cos, sin: (B or 1, S, R / 2).
+            mask: (B, 1, S, L) bool, or None for plain causal attention.
+        Returns:
+            (B, S, hidden_size)
+        """
+        batch, length, _ = hidden.shape
+        cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)  # (B or 1, S, 1, R / 2): the same for every head
+        if self.compresses_queries:
+            query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden)))
+        else:
+            query = self.q_proj(hidden)
+        query = query.view(batch, length, self.heads, -1)  # (B, S, N, nope + R)
+        query_nope, query_rope = query.split([self.nope_dim, self.rope_dim], dim=-1)
+        query_rope = apply_rotary(query_rope, cos, sin, self.interleave)
+        latent, key_rope = self.kv_a_proj_with_mqa(hidden).split([self.latent_dim, self.rope_dim], dim=-1)
+        latent = self.kv_a_layernorm(latent)  # (B, S, C)
+        key_rope = apply_rotary(key_rope.unsqueeze(2), cos, sin, self.interleave)  # (B, S, 1, R): shared by the heads
+        if cache is not None:
+            latent, flat_rope = cache.extend(self.layer_index, latent, key_rope.squeeze(2))
+            if mask is not None:
+                return self.o_proj(self._attend_in_latent_space(query_nope, query_rope, latent, flat_rope, mask))
+        expanded = self.kv_b_proj(latent).view(batch, length, self.heads, -1)
+        key_nope, value = expanded.split([self.nope_dim, self.value_dim], dim=-1)
+        key = torch.cat([key_nope, key_rope.expand(-1, -1, self.heads, -1)], dim=-1)
+        query = torch.cat([query_nope, query_rope], dim=-1)
+        return self.o_proj(attend(query, key, value, self.scale, mask))
+
+    def _attend_in_latent_space(
+        self, query_nope: Tensor, query_rope: Tensor, latent: Tensor, key_rope: Tensor, mask: Tensor
+    ) -> Tensor:
+        """Attention on the cached latents themselves, without expanding the keys and values of old tokens.
+
+        kv_b_proj's key half is folded into the query and its value half into the output, so a new token costs L * C a
+        head instead of expanding L tokens anew. It reads kv_b_proj's weight directly: every parameter must be whole,
+        which holds for generation from a loaded model.
+        Source: DeepSeek-V2 (arXiv 2405.04434), sec. 2.1.2 (absorbing W^UK and W^UV).
+        """
+        weight = self.kv_b_proj.weight.view(self.heads, self.nope_dim + self.value_dim, self.latent_dim)
+        key_weight, value_weight = weight.split([self.nope_dim, self.value_dim], dim=1)  # (N, D, C)
+        query_latent = torch.einsum("bsnd,ndc->bnsc", query_nope, key_weight)
+        scores = query_latent @ latent.unsqueeze(1).mT + query_rope.transpose(1, 2) @ key_rope.unsqueeze(1).mT
+        wide = scores.to(torch.promote_types(scores.dtype, torch.float32)) * self.scale  # (B, N, S, L)
+        weights = wide.masked_fill(~mask, float("-inf")).softmax(-1).to(latent.dtype)
+        seen = weights @ latent.unsqueeze(1)  # (B, N, S, C)
+        return torch.einsum("bnsc,nvc->bsnv", seen, value_weight).flatten(2)  # (B, S, N * Dv)
+
+
+# The published models' norms inside attention keep this value whatever rms_norm_eps says (transformers' default).
+_LATENT_NORM_EPS = 1e-6
+
+
+class MultiheadAttention(nn.Module):
+    """Plain multi-head attention with full rotation.
+
+    Source: DeepSeekMoE (arXiv 2401.06066), sec. 5.1: standard multi-head attention.
+    """
+
+    def __init__(self, config: ModelConfig, layer_index: int) -> None:
+        super().__init__()
+        self.layer_index = layer_index
+        self.heads = config.num_attention_heads
+        self.interleave = config.rope_interleave
+        self.scale = softmax_scale(config)
+        self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+
+    def forward(
+        self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LatentCache | None = None
+    ) -> Tensor:
+        """As MultiheadLatentAttention.forward."""
+        cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
+        query, key, value = (
+            proj(hidden).unflatten(-1, (self.heads, -1)) for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )  # (B, S, N, D)
+        query = apply_rotary(query, cos, sin, self.interleave)
+        key = apply_rotary(key, cos, sin, self.interleave)
+        if cache is not None:
+            flat_key, flat_value = cache.extend(self.layer_index, key.flatten(2), value.flatten(2))
+            key, value = (x.unflatten(-1, (self.heads, -1)) for x in (flat_key, flat_value))
+        return self.o_proj(attend(query, key, value, self.scale, mask))

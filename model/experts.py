@@ -1,0 +1,132 @@
+"""The routed experts as one function: sort by expert, multiply each expert's rows, weigh, and sum per token."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from model.config import ModelConfig
+
+# Shape letters: T tokens, K experts a token, N = T * K rows sorted by expert, E experts, H hidden, I intermediate.
+
+
+class RoutedExperts(nn.Module):
+    """All routed experts, fused in two parameters as transformers and DeepSpeed's AutoEP lay them out.
+
+    Source: DeepSeekMoE (arXiv 2401.06066), eq. 9; DeepSeek-V3 (arXiv 2412.19437), eq. 12.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        assert config.n_routed_experts and config.moe_intermediate_size
+        experts, inner, hidden = config.n_routed_experts, config.moe_intermediate_size, config.hidden_size
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * inner, hidden))
+        self.down_proj = nn.Parameter(torch.empty(experts, hidden, inner))
+
+    def forward(self, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        """
+        Args:
+            hidden: (T, H). indices: (T, K) experts of each token. weights: (T, K) of their outputs.
+        Returns:
+            (T, H): sum over k of weights[t, k] * expert indices[t, k] of hidden[t]; no token is dropped.
+        """
+        return _ExpertsFunction.apply(hidden, weights, indices, self.gate_up_proj, self.down_proj)
+
+
+class _ExpertsFunction(torch.autograd.Function):
+    """Written as one function for two reasons. A slice of a stacked parameter has a gradient of the whole stack's size,
+    one for each expert; here each expert's gradient is written into its place once. And only the parameters themselves
+    are saved, no views of them, so that ZeRO-3 can release the gathered weights between forward and backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weights: Tensor, indices: Tensor, gate_up_proj: Tensor, down_proj: Tensor
+    ) -> Tensor:
+        tokens, top_k = indices.shape
+        order = indices.flatten().argsort(stable=True)  # (N,): row -> place in (T, K)
+        token_of_row = order // top_k
+        row_of_place = torch.empty_like(order)
+        row_of_place[order] = torch.arange(order.numel(), device=order.device)
+        rows = ExpertRows(indices, gate_up_proj.shape[0])
+
+        gathered_NH = hidden.index_select(0, token_of_row)
+        gate_up_N2I = rows.multiply(gathered_NH, gate_up_proj.mT)
+        gate_NI, up_NI = gate_up_N2I.chunk(2, dim=-1)
+        weight_N1 = weights.flatten().index_select(0, order).unsqueeze(-1)
+        # down() is linear, so the rows are weighed before it, where they are narrower.
+        weighed_NI = (F.silu(gate_NI) * up_NI * weight_N1).to(hidden.dtype)
+        out_NH = rows.multiply(weighed_NI, down_proj.mT)
+        ctx.save_for_backward(hidden, gate_up_N2I, weight_N1, token_of_row, row_of_place, gate_up_proj, down_proj)
+        ctx.rows, ctx.top_k = rows, top_k
+        return out_NH.index_select(0, row_of_place).view(tokens, top_k, -1).sum(1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, gate_up_N2I, weight_N1, token_of_row, row_of_place, gate_up_proj, down_proj = ctx.saved_tensors
+        rows: ExpertRows = ctx.rows
+        gate_NI, up_NI = gate_up_N2I.chunk(2, dim=-1)
+        sigmoid_NI = gate_NI.sigmoid()
+        silu_NI = gate_NI * sigmoid_NI
+        inner_NI = silu_NI * up_NI
+
+        grad_NH = grad_TH.index_select(0, token_of_row)
+        grad_weighed_NI = rows.multiply(grad_NH, down_proj)
+        grad_down = rows.outer(grad_NH, (inner_NI * weight_N1).to(grad_NH.dtype))
+        grad_weight_N = (grad_weighed_NI * inner_NI).sum(-1, dtype=weight_N1.dtype)
+        grad_inner_NI = (grad_weighed_NI * weight_N1).to(grad_NH.dtype)
+        grad_silu_NI = grad_inner_NI * up_NI
+        grad_gate_NI = grad_silu_NI * (sigmoid_NI + silu_NI * (1 - sigmoid_NI))
+        grad_N2I = torch.cat([grad_gate_NI, grad_inner_NI * silu_NI], dim=-1)
+        grad_gate_up = rows.outer(grad_N2I, hidden.index_select(0, token_of_row))
+        grad_gathered_NH = rows.multiply(grad_N2I, gate_up_proj)
+        grad_hidden = grad_gathered_NH.index_select(0, row_of_place).view(-1, ctx.top_k, hidden.shape[-1]).sum(1)
+        grad_weights = grad_weight_N.index_select(0, row_of_place).view(-1, ctx.top_k)
+        return grad_hidden, grad_weights, None, grad_gate_up, grad_down
+
+
+class ExpertRows:
+    """Where each expert's rows lie in a matrix sorted by expert, and the two products on such matrices.
+
+    The one place that decides by device: on a GPU the row counts stay there and one grouped kernel takes them, without
+    the host waiting; on a CPU they are plain integers and each expert is one matrix product.
+    """
+
+    def __init__(self, indices: Tensor, experts: int) -> None:
+        counts = count_choices(indices, experts)
+        self.offsets: Tensor | None = None
+        self.bounds: list[tuple[int, int]] = []
+        if indices.device.type == "cuda":
+            self.offsets = counts.cumsum(0).to(torch.int32)
+        else:
+            ends = counts.cumsum(0).tolist()
+            self.bounds = list(zip([0, *ends[:-1]], ends, strict=True))
+
+    def multiply(self, rows: Tensor, matrices: Tensor) -> Tensor:
+        """(N, A) sorted by expert, (E, A, B) -> (N, B): each row by its expert's matrix."""
+        if self.offsets is not None:
+            return F.grouped_mm(rows, matrices, offs=self.offsets)
+        out = rows.new_empty(rows.shape[0], matrices.shape[2])
+        for matrix, (start, end) in zip(matrices, self.bounds, strict=True):
+            if end > start:
+                torch.mm(rows[start:end], matrix, out=out[start:end])
+        return out
+
+    def outer(self, left: Tensor, right: Tensor) -> Tensor:
+        """(N, A), (N, B) sorted by expert -> (E, A, B): each expert's sum over its rows of left^T right."""
+        if self.offsets is not None:
+            return F.grouped_mm(left.mT, right, offs=self.offsets)
+        out = left.new_empty(len(self.bounds), left.shape[1], right.shape[1])
+        for matrix, (start, end) in zip(out, self.bounds, strict=True):
+            torch.mm(left[start:end].mT, right[start:end], out=matrix)  # no rows: zeros
+        return out
+
+
+def count_choices(indices: Tensor, experts: int, weights: Tensor | None = None) -> Tensor:
+    """How often each expert is named: (...) int64 indices -> (E,) int64; `weights`, shaped alike, counts 0 or 1."""
+    flat = indices.flatten()
+    ones = torch.ones_like(flat) if weights is None else weights.flatten().to(flat.dtype)
+    # bincount would make the host wait for a GPU.
+    return torch.zeros(experts, dtype=flat.dtype, device=flat.device).scatter_add_(0, flat, ones)

@@ -1,0 +1,202 @@
+"""The whole model: embedding, decoder layers, multi-token prediction, head and losses."""
+
+import torch
+from torch import Tensor, nn
+
+from model.attention import LatentCache, document_mask
+from model.config import ModelConfig
+from model.decoder import CheckpointFunction, CheckpointPolicy, DecoderLayer, torch_checkpoint
+from model.initialization import initialize_parameter_
+from model.layers import RMSNorm
+from model.losses import IGNORE_INDEX, LMHead
+from model.moe import RoutingStatistics, iter_routers
+from model.mtp import MultiTokenPredictionLayer, shifted_labels
+from model.rope import rotary_tables
+
+ModelOutput = dict[str, Tensor]  # a plain dict, because ZeRO-3's hooks look for tensors in those
+
+
+class DeepseekModel(nn.Module):
+    """Embedding, layers and final norm. The MTP layers follow the main ones in `layers`, at num_hidden_layers + k."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.num_main_layers = config.num_hidden_layers
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        main = [DecoderLayer(config, index) for index in range(config.num_hidden_layers)]
+        depths = [
+            MultiTokenPredictionLayer(config, config.num_hidden_layers + depth)
+            for depth in range(config.num_nextn_predict_layers)
+        ]
+        self.layers = nn.ModuleList([*main, *depths])
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self,
+        embedded: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None,
+        valid_tokens: Tensor | None,
+        cache: LatentCache | None,
+    ) -> tuple[Tensor, list[RoutingStatistics | None]]:
+        """
+        Args:
+            embedded: (B, S, H). The rest as DecoderLayer.forward.
+        Returns:
+            (B, S, H) after the final norm; the statistics of each main layer.
+        """
+        hidden, statistics = embedded, []
+        for layer in self.layers[: self.num_main_layers]:
+            hidden, layer_statistics = layer(hidden, cos, sin, mask, valid_tokens, cache)
+            statistics.append(layer_statistics)
+        return self.norm(hidden), statistics
+
+
+class DeepseekForCausalLM(nn.Module):
+    """A DeepSeek-style language model. Its parameters have transformers 5's names; construction leaves their values
+    undefined, `init_weights` or a checkpoint sets them."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = DeepseekModel(config)
+        self.lm_head = LMHead(config.hidden_size, config.vocab_size)
+        if config.tie_word_embeddings:
+            self.lm_head.register_parameter("weight", self.model.embed_tokens.get_parameter("weight"))
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        valid_tokens: Tensor | None = None,
+        loss_denominator: float | Tensor | None = None,
+        cache: LatentCache | None = None,
+    ) -> ModelOutput:
+        """Logits, or with labels the losses.
+
+        Args:
+            input_ids: (B, S) int64.
+            labels: (B, S) int64, already shifted: labels[:, t] follows input_ids[:, t]; -100 is ignored.
+            position_ids: (B, S), default 0 to S - 1 (after what the cache holds).
+            document_ids: (B, S) integers; given, attention and MTP targets stay within a document. None: plain causal.
+            valid_tokens: (B, S) bool; False (padding) enters neither expert counts nor the balance loss.
+            loss_denominator: what the summed cross-entropies are divided by [tokens]; default: the valid labels here.
+            cache: of the tokens before these, extended in place; without labels and document_ids only.
+        Returns:
+            Without labels: logits (B, S, V). With: loss () = CE / denominator + lambda / D * sum over depths of
+            CE_k / denominator + balance loss; detached cross_entropy_sum () and mtp_cross_entropy_sum (D,) [nats],
+            label_count () and mtp_label_count (D,), balance_loss () with alpha, mean over sequences, sum over layers.
+        Raises:
+            ValueError: a cache together with labels or document_ids, or a sequence too short for the MTP depth.
+        Source: DeepSeek-V3 (arXiv 2412.19437), eq. 17, 24 and 25.
+        """
+        if cache is not None and (labels is not None or document_ids is not None):
+            raise ValueError("a cache is for decoding: it takes neither labels nor document_ids")
+        if position_ids is None:
+            start = 0 if cache is None else cache.length
+            position_ids = torch.arange(start, start + input_ids.shape[1], device=input_ids.device).unsqueeze(0)
+        embedded = self.model.embed_tokens(input_ids)  # (B, S, H)
+        cos, sin = rotary_tables(self.config, position_ids, embedded.dtype)
+        if cache is not None:
+            mask = cache.mask(input_ids.shape[1])
+        else:
+            mask = None if document_ids is None else document_mask(document_ids)
+        hidden, statistics = self.model(embedded, cos, sin, mask, valid_tokens, cache)
+        if labels is None:
+            if cache is not None:
+                cache.length += input_ids.shape[1]
+            return {"logits": self.lm_head(hidden)}
+        rows, targets = [hidden], [labels]
+        for depth, layer in enumerate(self.model.layers[self.model.num_main_layers :], start=1):
+            hidden, layer_statistics = self._predict_further(
+                layer, depth, hidden, embedded, cos, sin, mask, valid_tokens
+            )
+            rows.append(hidden)
+            targets.append(shifted_labels(labels, document_ids, depth))
+            statistics.append(layer_statistics)
+        balance_loss = self._collect_statistics(statistics, hidden)
+        return self._losses(rows, targets, loss_denominator, balance_loss)
+
+    def _predict_further(
+        self,
+        layer: nn.Module,
+        depth: int,
+        hidden: Tensor,
+        embedded: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None,
+        valid_tokens: Tensor | None,
+    ) -> tuple[Tensor, RoutingStatistics | None]:
+        """Run one MTP depth on the positions that still have a target: cut, not padded."""
+        assert isinstance(layer, MultiTokenPredictionLayer)
+        kept = embedded.shape[1] - depth
+        if kept < 1:
+            raise ValueError(f"a sequence of {embedded.shape[1]} tokens is too short for MTP depth {depth}")
+        valid = None if valid_tokens is None else valid_tokens[:, :kept] & valid_tokens[:, depth:]
+        mask = None if mask is None else mask[..., :kept, :kept]
+        return layer.predict(hidden[:, :kept], embedded[:, depth:], cos[:, :kept], sin[:, :kept], mask, valid)
+
+    def _collect_statistics(self, statistics: list[RoutingStatistics | None], hidden: Tensor) -> Tensor:
+        """Add the counts to each router's, in training; return the balance loss () summed over the layers."""
+        balance_loss = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        for layer, layer_statistics in zip(self.model.layers, statistics, strict=True):
+            if layer_statistics is None:
+                continue
+            assert isinstance(layer, DecoderLayer) and layer.router is not None
+            if self.training:
+                layer.router.tokens_per_expert.add_(layer_statistics.tokens_per_expert)
+            balance_loss = balance_loss + layer_statistics.balance_loss
+        return balance_loss
+
+    def _losses(
+        self, rows: list[Tensor], targets: list[Tensor], loss_denominator: float | Tensor | None, balance_loss: Tensor
+    ) -> ModelOutput:
+        """The head runs once, on the rows of all depths, so that its weight is gathered and its gradient made once."""
+        depths = len(rows) - 1
+        weights = [1.0, *(self.config.mtp_loss_weight / depths for _ in range(depths))]
+        flat_rows = torch.cat([part.flatten(0, 1) for part in rows])  # (B, S, H) each -> (R, H)
+        total, sums = self.lm_head(
+            flat_rows, torch.cat([part.flatten() for part in targets]), [part.numel() for part in targets], weights
+        )
+        counts = torch.stack([(part != IGNORE_INDEX).sum() for part in targets])
+        denominator = counts[0].clamp(min=1) if loss_denominator is None else loss_denominator
+        return {
+            "loss": total / denominator + balance_loss,
+            "cross_entropy_sum": sums[0],
+            "mtp_cross_entropy_sum": sums[1:],
+            "label_count": counts[0],
+            "mtp_label_count": counts[1:],
+            "balance_loss": balance_loss.detach(),
+        }
+
+    def set_gradient_checkpointing(
+        self, policy: CheckpointPolicy, checkpoint_function: CheckpointFunction | None = None
+    ) -> None:
+        """Choose what the backward pass recomputes in every layer; see DecoderLayer.set_gradient_checkpointing.
+
+        Args:
+            checkpoint_function: (function, *tensors) -> result, e.g. DeepSpeed's; default torch's without reentry.
+        Raises:
+            ValueError: an unknown policy.
+        """
+        for layer in self.model.layers:
+            assert isinstance(layer, DecoderLayer)
+            layer.set_gradient_checkpointing(policy, checkpoint_function or torch_checkpoint)
+
+    def init_parameter_(self, name: str, tensor: Tensor, seed: int) -> None:
+        """Fill one parameter by its name, whole and in place; see `initialize_parameter_`."""
+        initialize_parameter_(name, tensor, std=self.config.initializer_range, seed=seed)
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Fill every parameter as a function of the seed and its name; zero the routers' biases and counts."""
+        for name, parameter in self.named_parameters():
+            self.init_parameter_(name, parameter, seed)
+        for _, router in iter_routers(self):
+            router.tokens_per_expert.zero_()
+            if router.e_score_correction_bias is not None:
+                router.e_score_correction_bias.zero_()

@@ -1,0 +1,1 @@
+"""Process group, devices, hosts."""

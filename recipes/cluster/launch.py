@@ -1,0 +1,103 @@
+"""What the launcher told this process, and the process group made from it."""
+
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from recipes.cluster.op_builds import prepare_shared_memory_op
+
+
+@dataclass(frozen=True)
+class Launch:
+    """This process's place in the job."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process prints and writes for all."""
+        return self.rank == 0
+
+
+def read_launch() -> Launch:
+    """Read the variables that `deepspeed`, `torchrun` and `accelerate launch` set; none set means one process."""
+    variable = os.environ.get
+    world_size = int(variable("WORLD_SIZE", "1"))
+    return Launch(
+        rank=int(variable("RANK", "0")),
+        local_rank=int(variable("LOCAL_RANK", "0")),
+        world_size=world_size,
+        local_world_size=int(variable("LOCAL_WORLD_SIZE", variable("LOCAL_SIZE", str(world_size)))),
+    )
+
+
+def device_type() -> str:
+    """`cuda` where torch sees a GPU, else `cpu`."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def device_dtypes() -> frozenset[str]:
+    """The training dtypes that this device computes in."""
+    if device_type() == "cuda" and torch.cuda.get_device_capability()[0] < 8:
+        return frozenset({"fp32", "fp16"})  # before Ampere bf16 is only emulated
+    return frozenset({"fp32", "fp16", "bf16"})
+
+
+def set_cpu_threads(launch: Launch) -> None:
+    """Share this host's cores among its ranks, unless the user chose OMP_NUM_THREADS."""
+    if device_type() == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // launch.local_world_size))
+
+
+def _complete_environment(launch: Launch) -> None:
+    """Give a plain `python recipes/pretrain.py` the variables of a job of one."""
+    for name, value in (("RANK", launch.rank), ("LOCAL_RANK", launch.local_rank), ("WORLD_SIZE", launch.world_size)):
+        os.environ.setdefault(name, str(value))
+    os.environ.setdefault("LOCAL_SIZE", str(launch.local_world_size))
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    if "MASTER_PORT" not in os.environ:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
+
+
+def start_process_group(launch: Launch, timeout: timedelta = timedelta(minutes=30)) -> torch.device:
+    """Join the process group and return this rank's device.
+
+    Raises:
+        UserError: a lock of a killed op build is in the way (found in bounded time and named).
+    """
+    _complete_environment(launch)
+    prepare_shared_memory_op(launch.local_world_size, on_cpu=device_type() == "cpu")
+    import deepspeed
+
+    if device_type() == "cuda":
+        torch.cuda.set_device(launch.local_rank)
+    deepspeed.init_distributed(timeout=timeout, verbose=False)
+    torch.distributed.barrier()
+    _unlink_shared_memory(launch.rank)
+    return torch.device("cuda", launch.local_rank) if device_type() == "cuda" else torch.device("cpu")
+
+
+def _unlink_shared_memory(rank: int) -> None:
+    """Drop the name of DeepSpeed's CPU all-reduce buffer, 69 MB a rank, that it leaves in /dev/shm.
+
+    After the barrier every rank has mapped every buffer, so the memory lives exactly as long as the processes,
+    however they end.
+    """
+    owner = f"{os.getuid()}_{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}"
+    Path(f"/dev/shm/deepspeed_allreduce_buffer_{owner}_{rank}").unlink(missing_ok=True)
+
+
+def stop_process_group() -> None:
+    """Leave the process group, so that no rank outlives the others waiting."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

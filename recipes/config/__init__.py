@@ -1,0 +1,1 @@
+"""The run's configuration: dataclasses, ds_config files, errors."""

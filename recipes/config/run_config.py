@@ -1,0 +1,189 @@
+"""A run's arguments: one dataclass, filled by defaults < `--config preset.yaml` < flags."""
+
+import difflib
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import yaml
+
+from recipes.config.errors import UserError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@dataclass
+class PretrainConfig:
+    """What `recipes/pretrain.py` can be told. Field names are the flags."""
+
+    config: str | None = field(default=None, metadata={"help": "YAML file with any of these flags; flags win over it"})
+    deepspeed_config: str | None = field(
+        default=None, metadata={"help": "a JSON of ds_configs/; without it the fitting one is chosen and named"}
+    )
+    set: list[str] = field(
+        default_factory=list, metadata={"help": "override a ds_config key: --set optimizer.params.lr=3e-4"}
+    )
+    model: str = field(default="tiny", metadata={"help": "preset of model/presets/ or a config.json"})
+    data: list[str] = field(
+        default_factory=lambda: ["stdlib"],
+        metadata={
+            "help": "prepared folders, files (jsonl, txt, parquet), folders or hub ids, each with an optional =weight; "
+            "'stdlib' is the Python standard library's sources on this machine"
+        },
+    )
+    tokenizer: str | None = field(
+        default=None, metadata={"help": "tokenizer folder or hub id; default: byte-level BPE trained on the data"}
+    )
+    seq_length: int | None = field(
+        default=None, metadata={"help": "tokens per sequence; default: the model's longest, at most 4096"}
+    )
+    max_steps: int | None = field(default=None, metadata={"help": "optimizer steps of the whole run"})
+    train_tokens: int | None = field(default=None, metadata={"help": "length of the run in tokens, or --max_steps"})
+    seed: int = field(default=1234, metadata={"help": "seed of the initial weights and of the data order"})
+    global_batch_size: int | None = field(
+        default=None, metadata={"help": "sequences per optimizer step; overrides the JSON's train_batch_size"}
+    )
+    lr_scaling: str = field(
+        default="sqrt", metadata={"help": "learning rate against global batch", "choices": ["sqrt", "linear", "none"]}
+    )
+    reference_batch_size: int = field(default=256, metadata={"help": "global batch at which the JSON's lr holds"})
+    gradient_checkpointing: str = field(
+        default="none",
+        metadata={"help": "recompute activations in the backward pass", "choices": ["none", "full", "selective"]},
+    )
+    document_mask: bool = field(
+        default=False, metadata={"help": "keep attention inside a document; off as in DeepSeek-V3"}
+    )
+    num_workers: int = field(default=0, metadata={"help": "processes that prepare batches beside the training process"})
+    output_dir: str | None = field(default=None, metadata={"help": "the run's folder; default: runs/<model>"})
+    save_steps: int = field(default=200, metadata={"help": "steps between checkpoints; the last step always saves"})
+    save_total_limit: int = field(default=2, metadata={"help": "checkpoints kept, besides the best; 0 keeps all"})
+    eval_steps: int = field(default=0, metadata={"help": "steps between evaluations; 0: only at the end"})
+    resume: str = field(
+        default="auto", metadata={"help": "auto: the newest checkpoint that verifies; never; or a checkpoint's folder"}
+    )
+    overwrite: bool = field(default=False, metadata={"help": "with --resume never: delete the run that is there"})
+    dry_run: bool = field(default=False, metadata={"help": "resolve and check everything, print it, start nothing"})
+    json: bool = field(default=False, metadata={"help": "print the result as one JSON line, too"})
+    local_rank: int = field(default=0, metadata={"help": "set by the launcher"})
+
+    def to_dict(self) -> dict[str, Any]:
+        """The arguments as written into run.json (the launcher's own left out)."""
+        return {key: value for key, value in asdict(self).items() if key != "local_rank"}
+
+
+def _yaml_arguments(path: str, known: set[str]) -> list[str]:
+    """A preset's content as command-line words, so that one parser checks both."""
+    try:
+        content = yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise UserError(f"--config {path}: cannot be read ({error.strerror}); give a YAML file") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"--config {path}: not YAML: {' '.join(str(error).split())}") from None
+    if content is None:
+        return []
+    if not isinstance(content, dict):
+        raise UserError(f"--config {path}: must be a mapping of flag names to values, is a {type(content).__name__}")
+    faults = [f"{path}: {_unknown(str(key), known, prefix='')}" for key in content if key not in known]
+    if faults:
+        raise UserError(*faults)
+    words: list[str] = []
+    for key, value in content.items():
+        if value is not None:
+            words += [f"--{key}", *(map(str, value) if isinstance(value, list) else [str(value)])]
+    return words
+
+
+def _unknown(name: str, known: set[str], prefix: str = "--") -> str:
+    close = difflib.get_close_matches(name, sorted(known), n=1)
+    hint = f"; did you mean {prefix}{close[0]}?" if close else "; see --help"
+    return f"unknown flag {prefix}{name}{hint}"
+
+
+def parse_pretrain_config(argv: Sequence[str] | None = None) -> PretrainConfig:
+    """Parse the command line (default: this process's).
+
+    Raises:
+        UserError: an unknown flag or key, a value of the wrong type or out of its range.
+    """
+    # transformers takes seconds to import; a command that only prints its faults should not wait for more of it.
+    from transformers.hf_argparser import HfArgumentParser
+
+    class Parser(HfArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            # argparse names both spellings of a flag; one is enough
+            raise UserError(re.sub(r"^argument (--\w+)\S*:", r"\1:", message))
+
+    # mypy: transformers types the dataclass argument too narrowly
+    parser = Parser(
+        cast(Any, PretrainConfig),
+        prog="recipes/pretrain.py",
+        description="Pre-train a DeepSeek-style transformer. Without any flag: the tiny model on the Python "
+        "standard library's sources.",
+        allow_abbrev=False,
+        conflict_handler="resolve",
+    )
+    flags = {f.name: f for f in fields(PretrainConfig)}
+    # HfArgumentParser would let a second --set replace the first
+    parser.add_argument("--set", nargs="+", action="extend", help=flags["set"].metadata["help"])
+    known = set(flags)
+    words = list(sys.argv[1:] if argv is None else argv)
+
+    preset = _value_of(words, "--config")
+    from_preset = _yaml_arguments(preset, known) if preset else []
+    if from_preset:
+        try:
+            parser.parse_known_args(from_preset)
+        except UserError as error:
+            raise UserError(*(f"{preset}: {fault}" for fault in error.faults)) from None
+    namespace, rest = parser.parse_known_args(from_preset + words)
+    if rest:
+        unknown = [word for word in rest if word.startswith("-")]
+        raise UserError(
+            *(_unknown(flag.split("=")[0].lstrip("-"), known) for flag in unknown)
+            or [f"unexpected argument {rest[0]!r}; every value belongs to a flag"]
+        )
+    values = {key: value for key, value in vars(namespace).items() if key in known}
+    values["set"] = values["set"] or []
+    config = PretrainConfig(**values)
+    _check(config)
+    return config
+
+
+def _value_of(words: list[str], flag: str) -> str | None:
+    """The value of one flag, looked up before the full parse."""
+    for index, word in enumerate(words):
+        if word == flag and index + 1 < len(words):
+            return words[index + 1]
+        if word.startswith(f"{flag}="):
+            return word.split("=", 1)[1]
+    return None
+
+
+def _check(config: PretrainConfig) -> None:
+    faults = []
+    for name in ("seq_length", "max_steps", "train_tokens", "global_batch_size", "reference_batch_size", "save_steps"):
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            faults.append(f"--{name} {value}: must be at least 1")
+    for name in ("num_workers", "save_total_limit", "eval_steps", "seed"):
+        if getattr(config, name) < 0:
+            faults.append(f"--{name} {getattr(config, name)}: must be at least 0")
+    if config.max_steps and config.train_tokens:
+        faults.append("--max_steps and --train_tokens: both state the length of the run; give one")
+    if config.overwrite and config.resume != "never":
+        faults.append(f"--overwrite with --resume {config.resume}: it deletes the run; write --resume never with it")
+    if not config.data:
+        faults.append("--data: needs at least one source")
+    if faults:
+        raise UserError(*faults)
+
+
+def run_folder(config: PretrainConfig) -> Path:
+    """The run's folder: `--output_dir`, or runs/<model> beside the recipes."""
+    if config.output_dir:
+        return Path(config.output_dir).expanduser().resolve()
+    return REPOSITORY / "runs" / Path(config.model).stem

@@ -1,0 +1,41 @@
+"""Pre-train a DeepSeek-style transformer: `deepspeed [--hostfile F] [--num_gpus N] recipes/pretrain.py [flags]`."""
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a script: the repository's root, not recipes/, must be importable
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import json
+
+from recipes.config.errors import EXIT_SUCCESS, run_command
+from recipes.config.run_config import parse_pretrain_config
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Plan, check, and, unless told otherwise, train."""
+    config = parse_pretrain_config(argv)  # before anything heavy is imported: a wrong flag answers at once
+    from recipes.cluster.launch import read_launch
+    from recipes.training.plan_run import plan_run
+    from recipes.training.summary import plan_lines, plan_result
+
+    launch = read_launch()
+    plan = plan_run(config, launch)
+    if launch.is_main:
+        print("\n".join(plan_lines(plan)), flush=True)
+    if config.dry_run:
+        if launch.is_main and config.json:
+            print(json.dumps(plan_result(plan)))
+        return EXIT_SUCCESS
+    state = plan.saved_state()
+    if state and state.step >= plan.resolved.max_steps:
+        if launch.is_main:
+            print(f"this run is finished: step {state.step} of {plan.resolved.max_steps}; raise --max_steps to go on")
+        return EXIT_SUCCESS
+    from recipes.training.pretraining import pretrain
+
+    return pretrain(plan)
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

@@ -1,0 +1,170 @@
+"""The training loop: batches in, steps, metrics, evaluations and checkpoints out."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from model.flops import training_flops_per_token
+from torch import Tensor
+from tqdm import tqdm
+
+from recipes.config.errors import TrainingFault
+from recipes.data.corpus import PreparedCorpus
+from recipes.data.loader import TrainingData, heldout_batches, step_batches
+from recipes.training.checkpoint import TrainingState, save_checkpoint
+from recipes.training.evaluation import Evaluation, evaluate
+from recipes.training.metrics import MetricsWriter, device_peak_flops, step_metrics
+from recipes.training.plan_run import RunPlan
+from recipes.training.resume import checkpoints_folder
+from recipes.training.step import train_step
+
+MAX_SKIPPED_IN_A_ROW = 50  # dynamic loss scaling skips a few; this many in a row never recover
+
+
+@dataclass
+class TrainingRun:
+    """What one run trains, with what, on what, and where it stands."""
+
+    plan: RunPlan
+    engine: Any
+    data: TrainingData
+    heldout: PreparedCorpus
+    state: TrainingState
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """The tokenizer kept with the data."""
+        return self.heldout.tokenizer_folder
+
+    def train(self) -> Evaluation | None:
+        """Train to the last step; returns the last evaluation (None where nothing is held out)."""
+        plan, state = self.plan, self.state
+        device = self.engine.device
+        flops_per_token = training_flops_per_token(plan.model, plan.seq_length)
+        peak = device_peak_flops(device, next(self.engine.module.parameters()).dtype)
+        writer = MetricsWriter(plan.folder, self.engine.monitor, state.step) if plan.launch.is_main else None
+        evaluation, skipped_in_a_row = None, 0
+        with self._progress_bar() as bar, contextlib.closing(writer) if writer else contextlib.nullcontext():
+            begin = time.perf_counter()
+            for batch in self._batches():
+                micro_batches = [_to_device(micro, device) for micro in batch.micro_batches]
+                result = train_step(self.engine, micro_batches, plan.model.bias_update_speed)
+                state.step += 1
+                state.samples += plan.resolved.global_batch_size
+                state.tokens += result.label_tokens
+                state.skipped_steps += not result.applied
+                skipped_in_a_row = 0 if result.applied else skipped_in_a_row + 1
+                now = time.perf_counter()
+                line = step_metrics(
+                    result,
+                    self.engine,
+                    step=state.step,
+                    tokens=state.tokens,
+                    skipped_steps=state.skipped_steps,
+                    epoch=batch.epoch,
+                    seconds=now - begin,
+                    flops_per_token=flops_per_token,
+                    peak_flops=peak,
+                )
+                if writer:
+                    writer.write(line)
+                _show(bar, line)
+                if skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+                    raise TrainingFault(
+                        f"step {state.step}: {skipped_in_a_row} steps in a row had gradients that are not finite "
+                        f"(loss scale {line['loss_scale']:g}); the newest good checkpoint is the one before them"
+                    )
+                evaluated = self._due(plan.config.eval_steps)
+                if evaluated:
+                    evaluation = self._evaluate(writer)
+                if self._due(plan.config.save_steps) and not skipped_in_a_row:
+                    self._save(evaluation if evaluated else None)
+                begin = time.perf_counter()  # a step's time is the step's alone
+        return evaluation
+
+    def _batches(self) -> Iterator[Any]:
+        plan, resolved = self.plan, self.plan.resolved
+        batches = step_batches(
+            self.data,
+            first_step=self.state.step,
+            global_batch_size=resolved.global_batch_size,
+            micro_batch_size=resolved.micro_batch_size,
+            rank=plan.launch.rank,
+            world_size=plan.launch.world_size,
+            num_workers=plan.config.num_workers,
+            pin_memory=self.engine.device.type == "cuda",
+        )
+        for _ in range(self.state.step, resolved.max_steps):
+            yield next(batches)
+
+    def _due(self, every: int) -> bool:
+        """Whether something done every so many steps, and at the end, is due now."""
+        step = self.state.step
+        return step == self.plan.resolved.max_steps or (every > 0 and step % every == 0)
+
+    def _evaluate(self, writer: MetricsWriter | None) -> Evaluation | None:
+        evaluation = evaluate_heldout(self.engine, self.plan, self.heldout)
+        if evaluation and writer:
+            writer.write(
+                {
+                    "step": self.state.step,
+                    "eval_loss": evaluation.loss,
+                    "eval_bits_per_byte": evaluation.bits_per_byte,
+                }
+            )
+        return evaluation
+
+    def _save(self, evaluation: Evaluation | None) -> None:
+        state = self.state
+        best = evaluation is not None and evaluation.loss <= (state.best_eval_loss or evaluation.loss)
+        if best and evaluation:
+            state.best_eval_loss = evaluation.loss
+        save_checkpoint(
+            self.engine,
+            checkpoints_folder(self.plan.folder),
+            state,
+            self.plan.model.to_dict(),
+            self.tokenizer_folder,
+            best=best,
+            total_limit=self.plan.config.save_total_limit,
+        )
+
+    def _progress_bar(self) -> tqdm:
+        return tqdm(
+            total=self.plan.resolved.max_steps,
+            initial=self.state.step,
+            desc="training",
+            unit="step",
+            disable=not self.plan.launch.is_main,
+            dynamic_ncols=True,
+        )
+
+
+def _show(bar: tqdm, line: dict[str, Any]) -> None:
+    bar.set_postfix_str(
+        f"loss {line['loss']:.3f}, lr {line['learning_rate']:.2e}, {line['tokens_per_second']:,.0f} tokens/s",
+        refresh=False,
+    )
+    bar.update()
+
+
+def _to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+
+
+def evaluate_heldout(engine: Any, plan: RunPlan, heldout: PreparedCorpus) -> Evaluation | None:
+    """Loss over the whole held-out part; None where it is too small for one sequence."""
+    if heldout.num_tokens <= 1:
+        return None
+    batches = heldout_batches(
+        heldout,
+        seq_length=plan.seq_length,
+        micro_batch_size=plan.resolved.micro_batch_size,
+        rank=plan.launch.rank,
+        world_size=plan.launch.world_size,
+    )
+    return evaluate(engine, batches, heldout.num_bytes)

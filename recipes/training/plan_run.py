@@ -1,0 +1,123 @@
+"""Everything that can be decided before a process starts anything: one object, checked as a whole."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from model.config import ConfigError, ModelConfig, load_model_config
+from recipes.cluster.launch import Launch, device_dtypes, device_type
+from recipes.cluster.op_builds import has_compiler
+from recipes.config.ds_config import (
+    ResolvedDsConfig,
+    RunFacts,
+    apply_overrides,
+    choose_ds_config,
+    load_ds_config,
+    resolve_ds_config,
+)
+from recipes.config.errors import UserError
+from recipes.config.run_config import PretrainConfig, run_folder
+from recipes.training.checkpoint import TrainingState, read_state
+from recipes.training.data_sources import check_data
+from recipes.training.resume import check_same_layout, check_same_run, find_candidates
+from recipes.training.schedule import Schedule, build_schedule
+
+DEFAULT_MAX_STEPS = 600  # the default run: minutes on two CPU cores
+LONGEST_DEFAULT_SEQUENCE = 4096  # what DeepSeek's models are pre-trained with
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A run, resolved and checked."""
+
+    config: PretrainConfig
+    launch: Launch
+    device_type: str
+    folder: Path
+    model: ModelConfig
+    seq_length: int
+    ds_config_source: str
+    resolved: ResolvedDsConfig
+    candidates: list[Path]  # checkpoints to resume from, best first
+
+    @property
+    def schedule(self) -> Schedule:
+        """The learning rate over the run."""
+        tokens_per_step = self.resolved.global_batch_size * self.seq_length
+        return build_schedule(
+            self.resolved.scheduler, self.resolved.max_steps, tokens_at_step=lambda step: step * tokens_per_step
+        )
+
+    @property
+    def zero_stage(self) -> int:
+        """ZeRO stage of the resolved ds_config."""
+        return int(self.resolved.config.get("zero_optimization", {}).get("stage", 0))
+
+    @property
+    def dtype(self) -> str:
+        """`fp16`, `bf16` or `fp32`, as the resolved ds_config turns on."""
+        for name in ("fp16", "bf16"):
+            if self.resolved.config.get(name, {}).get("enabled", False):
+                return name
+        return "fp32"
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """What a native DeepSpeed checkpoint is tied to."""
+        return {"world_size": self.launch.world_size, "zero_stage": self.zero_stage, "dtype": self.dtype}
+
+    def saved_state(self) -> TrainingState | None:
+        """Where the run stands that this one goes on from."""
+        return read_state(self.candidates[0]) if self.candidates else None
+
+
+def plan_run(config: PretrainConfig, launch: Launch) -> RunPlan:
+    """Resolve and check a run without starting or writing anything.
+
+    Raises:
+        UserError: with everything that is wrong.
+    """
+    model = _load_model(config.model)
+    seq_length = config.seq_length or min(model.max_position_embeddings, LONGEST_DEFAULT_SEQUENCE)
+    if seq_length > model.max_position_embeddings:
+        raise UserError(
+            f"--seq_length {seq_length}: {config.model} takes at most {model.max_position_embeddings} positions "
+            "(max_position_embeddings)"
+        )
+    folder = run_folder(config)
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--output_dir {folder}: is a file; give a folder")
+    check_data(config)
+    device = device_type()
+    source = config.deepspeed_config or str(choose_ds_config(device, launch.world_size, "bf16" in device_dtypes()))
+    max_steps = config.max_steps or (None if config.train_tokens else DEFAULT_MAX_STEPS)
+    facts = RunFacts(
+        world_size=launch.world_size,
+        device_type=device,
+        device_dtypes=device_dtypes(),
+        model=model,
+        seq_length=seq_length,
+        global_batch_size=config.global_batch_size,
+        max_steps=max_steps,
+        train_tokens=config.train_tokens,
+        lr_scaling=config.lr_scaling,
+        reference_batch_size=config.reference_batch_size,
+        compiler_available=has_compiler(),
+        output_dir=folder,
+    )
+    resolved = resolve_ds_config(apply_overrides(load_ds_config(source), config.set), source=source, facts=facts)
+    candidates = find_candidates(folder, config.resume)
+    newest = candidates[0] if candidates else None
+    if config.resume != "never":
+        check_same_run(folder, newest, model.to_dict())
+    plan = RunPlan(config, launch, device, folder, model, seq_length, source, resolved, candidates)
+    if newest:
+        check_same_layout(newest, read_state(newest), plan.layout)
+    return plan
+
+
+def _load_model(name: str) -> ModelConfig:
+    try:
+        return load_model_config(name)
+    except ConfigError as error:
+        raise UserError(*(f"--model {name}: {fault}" for fault in error.faults)) from None

@@ -1,0 +1,136 @@
+"""Which checkpoint a run goes on from, decided before anything is started or written."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from recipes.config.errors import UserError
+from recipes.training.checkpoint import (
+    CheckpointError,
+    TrainingState,
+    clear_partial,
+    list_checkpoints,
+    verify_checksums,
+    verify_sizes,
+)
+
+
+def checkpoints_folder(run: Path) -> Path:
+    """Where a run keeps its checkpoints."""
+    return run / "checkpoints"
+
+
+def find_candidates(run: Path, resume: str) -> list[Path]:
+    """Checkpoints to go on from, best first; empty means a fresh start.
+
+    Args:
+        run: the run's folder.
+        resume: `auto`, `never`, or a checkpoint's (or run's) folder.
+    Raises:
+        UserError: `never` over a run that is there, or a path that holds no complete checkpoint.
+    """
+    if resume == "auto":
+        candidates = [path for path in list_checkpoints(checkpoints_folder(run)) if _complete(path)]
+        partial = list(checkpoints_folder(run).glob("step_*"))
+        if partial and not candidates:
+            raise UserError(
+                f"--resume auto: {checkpoints_folder(run)} holds checkpoints, none of them complete; "
+                "move the folder away, or start over with --resume never --overwrite"
+            )
+        return candidates
+    if resume == "never":
+        return []
+    path = Path(resume).expanduser().resolve()
+    if not path.is_dir():
+        raise UserError(f"--resume {resume}: no such folder; give a checkpoint's or a run's folder, auto or never")
+    candidates = list_checkpoints(checkpoints_folder(path)) if checkpoints_folder(path).is_dir() else [path]
+    if not candidates:
+        raise UserError(f"--resume {resume}: holds no complete checkpoint")
+    try:
+        verify_sizes(candidates[0])
+    except CheckpointError as error:
+        raise UserError(f"--resume {resume}: does not verify: {error}") from None
+    return candidates[:1]
+
+
+def _complete(checkpoint: Path) -> bool:
+    try:
+        verify_sizes(checkpoint)
+    except CheckpointError as error:
+        print(f"warning: {error}; this checkpoint is passed over", flush=True)
+        return False
+    return True
+
+
+def check_same_run(run: Path, checkpoint: Path | None, model_config: dict[str, Any]) -> None:
+    """Refuse a folder, or a checkpoint, of another model.
+
+    Raises:
+        UserError: naming the first fields that differ.
+    """
+    for path in (run / "model_config.json", checkpoint / "config.json" if checkpoint else None):
+        if path is None or not path.is_file():
+            continue
+        saved = json.loads(path.read_text())
+        different = [key for key in saved.keys() | model_config.keys() if saved.get(key) != model_config.get(key)]
+        if different:
+            shown = ", ".join(f"{k} {saved.get(k)} there, {model_config.get(k)} here" for k in sorted(different)[:3])
+            raise UserError(f"{path}: belongs to another model ({shown}); give this run another --output_dir")
+
+
+def check_same_layout(checkpoint: Path, state: TrainingState, here: dict[str, Any]) -> None:
+    """Refuse what DeepSpeed's native checkpoints cannot load.
+
+    Raises:
+        UserError: naming both sides.
+    """
+    for key, value in here.items():
+        saved = getattr(state, key)
+        if saved != value:
+            raise UserError(f"{checkpoint}: was saved with {key} {saved}, this run has {value}; use the same to resume")
+
+
+def prepare_run_folder(run: Path, resume: str, overwrite: bool) -> None:
+    """Clear what a fresh start or a resume must not find; one process calls it, before the run writes.
+
+    Raises:
+        UserError: `--resume never` over a run, without `--overwrite` or where the folder is no run's.
+    """
+    if resume == "never" and run.exists() and any(run.iterdir()):
+        if not overwrite:
+            raise UserError(
+                f"--resume never: {run} holds a run; give another --output_dir, or --overwrite to delete it"
+            )
+        if not (run / "run.json").exists():
+            raise UserError(f"--overwrite: {run} has no run.json, so it is not a run's folder; nothing was deleted")
+        shutil.rmtree(run)
+    if checkpoints_folder(run).is_dir():
+        clear_partial(checkpoints_folder(run))
+
+
+def newest_verified(candidates: list[Path], asked_for: bool, rank: int, world_size: int, agree: Any) -> Path | None:
+    """The first candidate whose checksums hold on all ranks.
+
+    Args:
+        asked_for: the user named this checkpoint: no other one will do.
+        agree: collects a string from every rank into a list.
+    Raises:
+        UserError: the checkpoint asked for is altered, or none of several is whole.
+    """
+    for candidate in candidates:
+        fault = ""
+        try:
+            verify_checksums(candidate, rank, world_size)
+        except (CheckpointError, OSError) as error:
+            fault = str(error)
+        faults = [text for text in agree(fault) if text]
+        if not faults:
+            return candidate
+        if asked_for:
+            raise UserError(f"--resume: does not verify: {faults[0]}")
+        if rank == 0:
+            print(f"warning: {faults[0]}; this checkpoint is passed over", flush=True)
+    if candidates:
+        raise UserError(f"--resume auto: none of {len(candidates)} checkpoints beside {candidates[0]} verifies")
+    return None

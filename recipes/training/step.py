@@ -1,0 +1,112 @@
+"""One optimizer step: every token of the global batch weighs the same, and the expert bias moves once."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.moe import iter_routers, update_expert_bias
+from recipes.config.errors import TrainingFault
+
+IGNORED_LABEL = -100
+
+
+@dataclass
+class StepResult:
+    """What one optimizer step did, over all ranks."""
+
+    loss: float  # main cross-entropy [nats per valid token]
+    mtp_loss: float  # mean over depths [nats per valid token]; 0 without MTP
+    balance_loss: float  # sequence-wise balance loss, alpha included
+    label_tokens: int  # tokens with a loss, over the global batch
+    grad_norm: float  # before clipping; inf when the step was skipped
+    applied: bool  # False: non-finite gradients, the step was skipped
+    expert_load: dict[str, list[float]]  # router -> share of its tokens by expert
+
+
+def train_step(engine: Any, micro_batches: list[dict[str, Tensor]], bias_update_speed: float) -> StepResult:
+    """Run all micro-batches of one optimizer step through the engine.
+
+    Args:
+        engine: the DeepSpeed engine.
+        micro_batches: this rank's, `gradient_accumulation_steps` of them, on the engine's device.
+        bias_update_speed: gamma of the balancing bias [bias units per optimizer step].
+    Raises:
+        TrainingFault: a gradient is not finite where DeepSpeed would apply it all the same (fp32 without ZeRO).
+    """
+    labels = sum((batch["labels"] != IGNORED_LABEL).sum() for batch in micro_batches)
+    label_tokens = int(_all_reduce(torch.as_tensor(labels, device=engine.device)))
+    # DeepSpeed averages gradients over ranks and micro-batches; dividing each sum by the mean label count of a
+    # micro-batch makes that average the sum over the global batch divided by all its labels.
+    denominator = max(label_tokens, 1) / (engine.dp_world_size * len(micro_batches))
+
+    sums = torch.zeros(3, device=engine.device, dtype=torch.float64)
+    for batch in micro_batches:
+        output = engine(**batch, loss_denominator=denominator)
+        engine.backward(output["loss"])
+        if engine.is_gradient_accumulation_boundary():
+            norm = _unpartitioned_grad_norm(engine)
+        engine.step()
+        mtp = output["mtp_cross_entropy_sum"]
+        sums += torch.stack(
+            [output["cross_entropy_sum"], mtp.sum() / max(mtp.numel(), 1), output["balance_loss"]]
+        ).double()
+    _all_reduce(sums)
+    loss, mtp_loss, balance_loss = sums.tolist()
+    grad_norm = engine.get_global_grad_norm() if norm is None else norm
+    applied = bool(engine.was_step_applied())
+    return StepResult(
+        loss=loss / max(label_tokens, 1),
+        mtp_loss=mtp_loss / max(label_tokens, 1),
+        balance_loss=balance_loss / (engine.dp_world_size * len(micro_batches)),
+        label_tokens=label_tokens,
+        grad_norm=float(grad_norm) if applied and grad_norm is not None else float("inf"),
+        applied=applied,
+        expert_load=balance_experts(engine.module, bias_update_speed if applied else 0.0),
+    )
+
+
+def _all_reduce(tensor: Tensor) -> Tensor:
+    torch.distributed.all_reduce(tensor)
+    return tensor
+
+
+def _unpartitioned_grad_norm(engine: Any) -> float | None:
+    """The gradient's norm in fp32 at ZeRO stage 0, where DeepSpeed keeps none and applies even NaN; else None."""
+    if engine.zero_optimization() or engine.fp16_enabled() or engine.bfloat16_enabled():
+        return None
+    gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
+    norm = float(torch.nn.utils.get_total_norm(gradients))
+    if not norm < float("inf"):
+        raise TrainingFault(f"step {engine.global_steps + 1}: the gradient's norm is {norm} in fp32 at ZeRO stage 0")
+    return norm
+
+
+@torch.no_grad()
+def balance_experts(model: torch.nn.Module, speed: float) -> dict[str, list[float]]:
+    """Move every router's bias once, from the counts of the whole global batch, and start counting anew.
+
+    Args:
+        speed: gamma [bias units per optimizer step]; 0 leaves the bias alone (a skipped step).
+    Returns:
+        The share of tokens by expert for each router, summing to 1.
+    Source: DeepSeek-V3 (arXiv 2412.19437), section 2.1.2.
+    """
+    routers = dict(iter_routers(model))
+    if not routers:
+        return {}
+    # One message for all layers: (L, E); every rank gets the same sums and so the same bias.
+    counts_LE = torch.stack([router.tokens_per_expert for router in routers.values()])
+    _all_reduce(counts_LE)
+    for router, counts in zip(routers.values(), counts_LE, strict=True):
+        if speed and router.e_score_correction_bias is not None:  # V2's kind of router has no bias
+            update_expert_bias(router.e_score_correction_bias, counts, speed)
+        router.tokens_per_expert.zero_()
+    shares_LE = counts_LE.double() / counts_LE.sum(dim=1, keepdim=True).clamp(min=1)
+    return dict(zip(routers, shares_LE.tolist(), strict=True))
+
+
+def expert_load_violation(expert_load: dict[str, list[float]]) -> float:
+    """Largest over layers of max load / mean load - 1; 0 is perfect balance."""
+    return max((max(shares) * len(shares) - 1 for shares in expert_load.values()), default=0.0)

@@ -1,0 +1,77 @@
+"""Run the repository's commands as a user does, in processes of their own, bounded in time and leaving nothing behind."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+PRETRAIN = "recipes/pretrain.py"
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a command ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def output(self) -> str:
+        return self.stdout + self.stderr
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """This process's environment without a surrounding launch, and with the venv's commands on PATH."""
+    launch = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    clean = {name: value for name, value in os.environ.items() if name not in launch}
+    clean["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), clean.get("PATH", "")])
+    return clean | extra
+
+
+def run(words: list[str], *, timeout: float = 300, cwd: Path = REPOSITORY, **extra: str) -> Finished:
+    """Run a command in a session of its own; at the time limit its whole process group is killed."""
+    process = subprocess.Popen(
+        words,
+        cwd=cwd,
+        env=environment(**extra),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        stdout, stderr = process.communicate()
+        raise AssertionError(f"{words} ran longer than {timeout} s:\n{stdout[-3000:]}\n{stderr[-3000:]}") from None
+    return Finished(process.returncode, stdout, stderr)
+
+
+def run_python(words: list[str], **keywords) -> Finished:
+    """`python WORDS` with this interpreter."""
+    return run([sys.executable, *words], **keywords)
+
+
+def run_deepspeed(words: list[str], *, ranks: int | None = None, **keywords) -> Finished:
+    """`deepspeed [--num_gpus RANKS] WORDS`, on a free port."""
+    launcher = [str(Path(sys.executable).parent / "deepspeed"), "--master_port", str(free_port())]
+    return run([*launcher, *(["--num_gpus", str(ranks)] if ranks else []), *words], **keywords)
+
+
+def metrics(run_folder: Path, *, evaluation: bool = False) -> list[dict]:
+    """The lines of a run's metrics.jsonl: training steps, or evaluations."""
+    lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if ("eval_loss" in line) == evaluation]
