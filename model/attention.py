@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.config import ModelConfig
+from model.causal_attention import SHORT_SEQUENCE, CausalAttentionFunction
 from model.layers import RMSNorm
 from model.rope import apply_rotary, softmax_scale
 
@@ -12,28 +13,23 @@ from model.rope import apply_rotary, softmax_scale
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None) -> Tensor:
-    """Scaled dot-product attention; causal when there is no mask.
+    """Scaled dot-product attention; causal when there is no mask. Chooses the kernel: the one place that does.
 
     Args:
-        query: (B, S, N, D). key: (B, L, N, D). value: (B, L, N, Dv).
+        query: (B, N, S, D). key: (B, N, L, D). value: (B, N, L, Dv).
         mask: (B, 1, S, L) bool, True where a query may look; None means causal with S = L.
     Returns:
         (B, S, N * Dv)
     """
     value_dim = value.shape[-1]
+    if query.device.type == "cpu" and mask is None and query.shape[2] <= SHORT_SEQUENCE:
+        return CausalAttentionFunction.apply(query, key, value, scale).transpose(1, 2).flatten(2)
     if value_dim != query.shape[-1]:
         # The fused kernels take one head size only; zeros in the values add nothing to the kept part.
         width = max(value_dim, query.shape[-1])
         query, key, value = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
-    out = F.scaled_dot_product_attention(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scale,
-    )
-    return out.transpose(1, 2)[..., :value_dim].flatten(2)  # (B, N, S, D) -> (B, S, N * Dv)
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale)
+    return out[..., :value_dim].transpose(1, 2).flatten(2)  # (B, N, S, Dv) -> (B, S, N * Dv)
 
 
 def document_mask(document_ids: Tensor) -> Tensor:
@@ -42,6 +38,11 @@ def document_mask(document_ids: Tensor) -> Tensor:
     same = document_ids.unsqueeze(2) == document_ids.unsqueeze(1)
     causal = torch.ones(length, length, dtype=torch.bool, device=document_ids.device).tril()
     return (same & causal).unsqueeze(1)
+
+
+def _join_heads(*parts: Tensor) -> Tensor:
+    """Parts of every head, (B, S, N, .) each, -> (B, N, S, D) in memory of its own."""
+    return torch.cat([part.transpose(1, 2) for part in parts], dim=-1)
 
 
 class LatentCache:
@@ -57,25 +58,26 @@ class LatentCache:
     def __init__(
         self, config: ModelConfig, batch_size: int, capacity: int, *, dtype: torch.dtype, device: torch.device | str
     ) -> None:
-        widths = (config.hidden_size, config.hidden_size)
         if config.kv_lora_rank is not None:
-            widths = (config.kv_lora_rank, config.rotary_dim)
+            shapes = [(batch_size, capacity, width) for width in (config.kv_lora_rank, config.rotary_dim)]
+        else:
+            shapes = [(batch_size, config.num_attention_heads, capacity, config.rotary_dim)] * 2
         self.capacity = capacity
         self.length = 0  # tokens that every layer has seen
         self.layers = [
-            tuple(torch.empty(batch_size, capacity, width, dtype=dtype, device=device) for width in widths)
+            tuple(torch.empty(shape, dtype=dtype, device=device) for shape in shapes)
             for _ in range(config.num_hidden_layers)
         ]
 
     def extend(self, layer_index: int, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-        """Append (B, S, width) of the new tokens; return both parts of all tokens so far, (B, L, width)."""
-        end = self.length + first.shape[1]
+        """Append (..., S, width) of the new tokens; return both parts of all tokens so far, (..., L, width)."""
+        end = self.length + first.shape[-2]
         if end > self.capacity:
             raise ValueError(f"the cache holds {self.capacity} tokens, {end} are needed")
         kept = self.layers[layer_index]
         for buffer, new in zip(kept, (first, second), strict=True):
-            buffer[:, self.length : end] = new
-        return kept[0][:, :end], kept[1][:, :end]
+            buffer[..., self.length : end, :] = new
+        return kept[0][..., :end, :], kept[1][..., :end, :]
 
     def mask(self, new_tokens: int) -> Tensor | None:
         """(1, 1, S, L) bool of which tokens the new ones may look at; None while the cache is empty: plain causal."""
@@ -132,19 +134,21 @@ class MultiheadLatentAttention(nn.Module):
             query = self.q_proj(hidden)
         query = query.view(batch, length, self.heads, -1)  # (B, S, N, nope + R)
         query_nope, query_rope = query.split([self.nope_dim, self.rope_dim], dim=-1)
-        query_rope = apply_rotary(query_rope, cos, sin, self.interleave)
+        rotated_query = apply_rotary(query_rope, cos, sin, self.interleave)
         latent, key_rope = self.kv_a_proj_with_mqa(hidden).split([self.latent_dim, self.rope_dim], dim=-1)
         latent = self.kv_a_layernorm(latent)  # (B, S, C)
-        key_rope = apply_rotary(key_rope.unsqueeze(2), cos, sin, self.interleave)  # (B, S, 1, R): shared by the heads
+        rotated_key = apply_rotary(key_rope.unsqueeze(2), cos, sin, self.interleave)  # (B, S, 1, R / 2) each
         if cache is not None:
-            latent, flat_rope = cache.extend(self.layer_index, latent, key_rope.squeeze(2))
+            latent, key_rope = cache.extend(self.layer_index, latent, torch.cat(rotated_key, dim=-1).squeeze(2))
             if mask is not None:
-                return self.o_proj(self._attend_in_latent_space(query_nope, query_rope, latent, flat_rope, mask))
+                query_rope = torch.cat(rotated_query, dim=-1)
+                return self.o_proj(self._attend_in_latent_space(query_nope, query_rope, latent, key_rope, mask))
         expanded = self.kv_b_proj(latent).view(batch, length, self.heads, -1)
         key_nope, value = expanded.split([self.nope_dim, self.value_dim], dim=-1)
-        key = torch.cat([key_nope, key_rope.expand(-1, -1, self.heads, -1)], dim=-1)
-        query = torch.cat([query_nope, query_rope], dim=-1)
-        return self.o_proj(attend(query, key, value, self.scale, mask))
+        shared_key = (part.expand(-1, -1, self.heads, -1) for part in rotated_key)  # one rotated key for all heads
+        key = _join_heads(key_nope, *shared_key)
+        query = _join_heads(query_nope, *rotated_query)
+        return self.o_proj(attend(query, key, value.transpose(1, 2), self.scale, mask))
 
     def _attend_in_latent_space(
         self, query_nope: Tensor, query_rope: Tensor, latent: Tensor, key_rope: Tensor, mask: Tensor
@@ -195,9 +199,9 @@ class MultiheadAttention(nn.Module):
         query, key, value = (
             proj(hidden).unflatten(-1, (self.heads, -1)) for proj in (self.q_proj, self.k_proj, self.v_proj)
         )  # (B, S, N, D)
-        query = apply_rotary(query, cos, sin, self.interleave)
-        key = apply_rotary(key, cos, sin, self.interleave)
+        query = _join_heads(*apply_rotary(query, cos, sin, self.interleave))
+        key = _join_heads(*apply_rotary(key, cos, sin, self.interleave))  # (B, N, S, D)
+        value = value.transpose(1, 2)
         if cache is not None:
-            flat_key, flat_value = cache.extend(self.layer_index, key.flatten(2), value.flatten(2))
-            key, value = (x.unflatten(-1, (self.heads, -1)) for x in (flat_key, flat_value))
+            key, value = cache.extend(self.layer_index, key, value)
         return self.o_proj(attend(query, key, value, self.scale, mask))

@@ -44,23 +44,23 @@ class _ExpertsFunction(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weights: Tensor, indices: Tensor, gate_up_proj: Tensor, down_proj: Tensor
     ) -> Tensor:
-        tokens, top_k = indices.shape
         order = indices.flatten().argsort(stable=True)  # (N,): row -> place in (T, K)
-        token_of_row = order // top_k
+        token_of_row = order // indices.shape[1]
         row_of_place = torch.empty_like(order)
         row_of_place[order] = torch.arange(order.numel(), device=order.device)
+        row_of_place = row_of_place.view_as(indices)  # (T, K)
         rows = ExpertRows(indices, gate_up_proj.shape[0])
 
         gathered_NH = hidden.index_select(0, token_of_row)
         gate_up_N2I = rows.multiply(gathered_NH, gate_up_proj.mT)
         gate_NI, up_NI = gate_up_N2I.chunk(2, dim=-1)
-        weight_N1 = weights.flatten().index_select(0, order).unsqueeze(-1)
+        weight_N1 = weights.flatten().index_select(0, order).unsqueeze(-1).to(hidden.dtype)
         # down() is linear, so the rows are weighed before it, where they are narrower.
-        weighed_NI = (F.silu(gate_NI) * up_NI * weight_N1).to(hidden.dtype)
+        weighed_NI = F.silu(gate_NI).mul_(up_NI).mul_(weight_N1)
         out_NH = rows.multiply(weighed_NI, down_proj.mT)
         ctx.save_for_backward(hidden, gate_up_N2I, weight_N1, token_of_row, row_of_place, gate_up_proj, down_proj)
-        ctx.rows, ctx.top_k = rows, top_k
-        return out_NH.index_select(0, row_of_place).view(tokens, top_k, -1).sum(1)
+        ctx.rows, ctx.weights_dtype = rows, weights.dtype
+        return _sum_of_rows(out_NH, row_of_place)
 
     @staticmethod
     @once_differentiable
@@ -68,23 +68,27 @@ class _ExpertsFunction(torch.autograd.Function):
         hidden, gate_up_N2I, weight_N1, token_of_row, row_of_place, gate_up_proj, down_proj = ctx.saved_tensors
         rows: ExpertRows = ctx.rows
         gate_NI, up_NI = gate_up_N2I.chunk(2, dim=-1)
-        sigmoid_NI = gate_NI.sigmoid()
-        silu_NI = gate_NI * sigmoid_NI
+        silu_NI = F.silu(gate_NI)
         inner_NI = silu_NI * up_NI
 
         grad_NH = grad_TH.index_select(0, token_of_row)
         grad_weighed_NI = rows.multiply(grad_NH, down_proj)
-        grad_down = rows.outer(grad_NH, (inner_NI * weight_N1).to(grad_NH.dtype))
-        grad_weight_N = (grad_weighed_NI * inner_NI).sum(-1, dtype=weight_N1.dtype)
-        grad_inner_NI = (grad_weighed_NI * weight_N1).to(grad_NH.dtype)
-        grad_silu_NI = grad_inner_NI * up_NI
-        grad_gate_NI = grad_silu_NI * (sigmoid_NI + silu_NI * (1 - sigmoid_NI))
-        grad_N2I = torch.cat([grad_gate_NI, grad_inner_NI * silu_NI], dim=-1)
+        grad_down = rows.outer(grad_NH, inner_NI * weight_N1)
+        grad_weight_N = inner_NI.mul_(grad_weighed_NI).sum(-1, dtype=ctx.weights_dtype)
+        grad_inner_NI = grad_weighed_NI.mul_(weight_N1)
+        grad_N2I = torch.empty_like(gate_up_N2I)
+        grad_gate_NI, grad_up_NI = grad_N2I.chunk(2, dim=-1)
+        torch.mul(grad_inner_NI, silu_NI, out=grad_up_NI)
+        torch.ops.aten.silu_backward.grad_input(grad_inner_NI.mul_(up_NI), gate_NI, grad_input=grad_gate_NI)
         grad_gate_up = rows.outer(grad_N2I, hidden.index_select(0, token_of_row))
-        grad_gathered_NH = rows.multiply(grad_N2I, gate_up_proj)
-        grad_hidden = grad_gathered_NH.index_select(0, row_of_place).view(-1, ctx.top_k, hidden.shape[-1]).sum(1)
-        grad_weights = grad_weight_N.index_select(0, row_of_place).view(-1, ctx.top_k)
+        grad_hidden = _sum_of_rows(rows.multiply(grad_N2I, gate_up_proj), row_of_place)
+        grad_weights = grad_weight_N.index_select(0, row_of_place.flatten()).view_as(row_of_place)
         return grad_hidden, grad_weights, None, grad_gate_up, grad_down
+
+
+def _sum_of_rows(rows_NH: Tensor, row_of_place: Tensor) -> Tensor:
+    """(N, H), (T, K) -> (T, H): each token's sum of its K rows, read where they lie and added in at least float32."""
+    return F.embedding_bag(row_of_place, rows_NH, mode="sum")
 
 
 class ExpertRows:

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 IGNORE_INDEX = -100
-_CHUNK_BYTES = 64 << 20  # of wide logits held at a time
 
 # Shape letters: R rows (predictions), H hidden, V vocabulary, P parts (the main prediction and each MTP depth).
 
@@ -44,6 +43,13 @@ class LMHead(nn.Module):
         return _CrossEntropyFunction.apply(hidden, self.weight, labels, parts, weights)
 
 
+def _chunk_rows(device: torch.device, vocab_size: int) -> int:
+    """How many rows' logits to hold at a time: on a CPU what its caches like, on a GPU half a gigabyte in float32."""
+    if device.type == "cpu":
+        return 256
+    return max(256, (1 << 27) // vocab_size)
+
+
 class _CrossEntropyFunction(torch.autograd.Function):
     """Works through the rows in chunks, so that only a chunk's logits exist. The gradients are computed in the same
     pass, while a chunk's logits are there: recomputing them in the backward would cost a third more matrix products."""
@@ -63,7 +69,7 @@ class _CrossEntropyFunction(torch.autograd.Function):
         row_weights = row_weights * valid
         targets = labels.masked_fill(~valid, 0).unsqueeze(-1)  # (R, 1)
         losses = hidden.new_empty(labels.shape, dtype=wide)
-        chunk = max(1, _CHUNK_BYTES // (weight.shape[0] * wide.itemsize))
+        chunk = _chunk_rows(hidden.device, weight.shape[0])
         for start in range(0, labels.numel(), chunk):
             piece = slice(start, start + chunk)
             logits = (hidden[piece] @ weight.mT).to(wide)  # (chunk, V)
@@ -78,7 +84,7 @@ class _CrossEntropyFunction(torch.autograd.Function):
             grad_logits = exponentials.mul_(scale / total).scatter_add_(1, targets[piece], -scale).to(hidden.dtype)
             torch.mm(grad_logits, weight, out=grad_hidden[piece])
             if wide == hidden.dtype:
-                grad_weight.addmm_(grad_logits.mT, hidden[piece])
+                torch.addmm(grad_weight, grad_logits.mT, hidden[piece], out=grad_weight)
             else:
                 grad_weight.add_(grad_logits.mT @ hidden[piece])
         ctx.save_for_backward(grad_hidden, grad_weight)

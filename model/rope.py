@@ -59,22 +59,24 @@ def softmax_scale(config: ModelConfig) -> float:
     return scale
 
 
-def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleave: bool) -> Tensor:
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleave: bool) -> tuple[Tensor, Tensor]:
     """Rotate the pairs of the last dimension.
 
-    The result holds the first members of all pairs and then the second ones, whichever layout x has: queries and keys
-    are permuted alike, so their products do not change, and one strided copy is saved.
+    The first members of all pairs and the second ones come back apart, for the caller to join with what else belongs to
+    the head in one copy. Their order does not matter: queries and keys are permuted alike.
 
     Args:
         x: (..., S, N, D): N heads.
         cos, sin: (..., S, 1, D / 2).
         interleave: pairs are neighbours (DeepSeek-V2 and V3), else x[i] pairs with x[i + D / 2] (DeepSeekMoE 16B).
+    Returns:
+        two of (..., S, N, D / 2)
     """
     if interleave:
-        first, second = x[..., 0::2], x[..., 1::2]
+        first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
     else:
         first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+    return (first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype)
 
 
 def _pair_that_turns(config: ModelConfig, turns: float) -> float:

@@ -15,8 +15,8 @@ if not __package__:  # run as a script: the repository's root, not recipes/, mus
 
 from recipes.config.errors import UserError, run_command
 from recipes.data.corpus import SPLITS, Manifest, PreparedCorpus
-from recipes.data.formats import ON_ERROR_CHOICES
 from recipes.data.prepare import prepare
+from recipes.data.reading import ON_ERROR_CHOICES
 from recipes.data.tokenizer import padded_vocabulary_size
 
 
@@ -32,9 +32,9 @@ def build_parser() -> argparse.ArgumentParser:
         nargs="+",
         required=True,
         metavar="SPEC",
-        help="files (.jsonl, .csv, .tsv, .txt, each also .gz or .zst; .parquet), folders of such files or of code, a folder saved "
-        "by `datasets`, Megatron's .bin/.idx pair, a hub id (id or id:configuration, streamed), or stdlib for the "
-        "Python standard library's sources on this machine",
+        help="files (.jsonl, .csv, .tsv, .txt, each also .gz or .zst; .parquet), folders of such files or of code, "
+        "a folder saved by `datasets`, Megatron's .bin/.idx pair, a hub id (id or id:configuration, streamed), or "
+        "stdlib for the Python standard library's sources on this machine",
     )
     add("--output", required=True, type=Path, help="the folder to make")
     which = parser.add_mutually_exclusive_group(required=True)
@@ -55,8 +55,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--on_error",
         choices=ON_ERROR_CHOICES,
         default="stop",
-        help="a bad record: stop and name its file and line, replace bytes that are not UTF-8, or skip it; the last two "
-        "are counted (default: stop)",
+        help="a bad record: stop and name its file and line, replace bytes that are not UTF-8, or skip it; the last "
+        "two are counted (default: stop)",
     )
     add("--fim", action="store_true", help="add tokens for fill-in-the-middle to a tokenizer that has none")
     add("--num_proc", type=int, help="tokenizing processes (default: one for each core)")
@@ -110,7 +110,8 @@ def main(argv: list[str] | None = None) -> int:
         part = manifest.splits[split]
         print(f"{split}: {part.num_documents} documents, {part.num_tokens} tokens, {part.num_bytes} bytes of text")
     print(
-        f"vocabulary: {manifest.vocab_size} ids; vocab_size for a model: {padded} (a multiple of {arguments.vocab_multiple})"
+        f"vocabulary: {manifest.vocab_size} ids; vocab_size for a model: {padded} "
+        f"(a multiple of {arguments.vocab_multiple})"
     )
     print(f"train on it with: deepspeed recipes/pretrain.py --data {folder}")
     return 0

@@ -75,3 +75,24 @@ def metrics(run_folder: Path, *, evaluation: bool = False) -> list[dict]:
     """The lines of a run's metrics.jsonl: training steps, or evaluations."""
     lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if ("eval_loss" in line) == evaluation]
+
+
+def run_ranks(words: list[str], *, ranks: int, **keywords) -> list[Finished]:
+    """The same Python command on every rank of one host, without a launcher; all must succeed."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    job = {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    with ThreadPoolExecutor(ranks) as pool:
+        pending = [
+            pool.submit(run_python, words, RANK=str(rank), LOCAL_RANK=str(rank), **job, **keywords)
+            for rank in range(ranks)
+        ]
+        finished = [one.result() for one in pending]
+    for rank, one in enumerate(finished):
+        assert one.code == 0, f"rank {rank} ended with {one.code}:\n{one.output[-4000:]}"
+    return finished

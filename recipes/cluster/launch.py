@@ -50,6 +50,18 @@ def device_dtypes() -> frozenset[str]:
     return frozenset({"fp32", "fp16", "bf16"})
 
 
+def quiet_deepspeed() -> None:
+    """Keep DeepSpeed's log to warnings, and tell it that a machine without a GPU is meant to have none.
+
+    Must run before anything imports deepspeed; both are the user's to overrule by the environment.
+    """
+    if device_type() == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed.utils
+
+    deepspeed.utils.logger.setLevel(os.environ.get("DEEPSPEED_LOG_LEVEL", "WARNING").upper())
+
+
 def set_cpu_threads(launch: Launch) -> None:
     """Share this host's cores among its ranks, unless the user chose OMP_NUM_THREADS."""
     if device_type() == "cpu" and "OMP_NUM_THREADS" not in os.environ:
@@ -70,21 +82,24 @@ def _complete_environment(launch: Launch) -> None:
 
 
 def start_process_group(launch: Launch, timeout: timedelta = timedelta(minutes=30)) -> torch.device:
-    """Join the process group and return this rank's device.
+    """Join the process group, unless this process is in one, and return this rank's device.
 
     Raises:
         UserError: a lock of a killed op build is in the way (found in bounded time and named).
     """
+    device = torch.device("cuda", launch.local_rank) if device_type() == "cuda" else torch.device("cpu")
+    if torch.distributed.is_initialized():
+        return device
     _complete_environment(launch)
-    prepare_shared_memory_op(launch.local_world_size, on_cpu=device_type() == "cpu")
+    prepare_shared_memory_op(launch.local_world_size, on_cpu=device.type == "cpu")
     import deepspeed
 
-    if device_type() == "cuda":
-        torch.cuda.set_device(launch.local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     deepspeed.init_distributed(timeout=timeout, verbose=False)
     torch.distributed.barrier()
     _unlink_shared_memory(launch.rank)
-    return torch.device("cuda", launch.local_rank) if device_type() == "cuda" else torch.device("cpu")
+    return device
 
 
 def _unlink_shared_memory(rank: int) -> None:

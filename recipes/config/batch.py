@@ -1,7 +1,10 @@
 """The batch identity: global batch = micro-batch * accumulation * world size, all in sequences."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
+
+from recipes.config.batch_plan import BatchRamp
 
 # "auto" micro-batches hold at most this many tokens on one device: enough to fill its matrix units, and little
 # enough that activations stay small beside the weights. More needs a number in the file.
@@ -38,7 +41,9 @@ def nearest_multiples(value: int, unit: int) -> list[int]:
     return [below, below + unit] if below else [unit]
 
 
-def resolve_batch(config: dict[str, Any], *, world_size: int, seq_length: int, flag: int | None) -> Batch:
+def resolve_batch(
+    config: dict[str, Any], *, world_size: int, seq_length: int, flag: int | None, ramp: BatchRamp | None = None
+) -> Batch:
     """Fill the three batch keys of a ds_config.
 
     The global batch is the flag's, else the file's; it never changes with the world size. Accumulation follows
@@ -49,6 +54,7 @@ def resolve_batch(config: dict[str, Any], *, world_size: int, seq_length: int, f
         world_size: data-parallel ranks.
         seq_length: tokens per sequence.
         flag: `--global_batch_size`, in sequences.
+        ramp: how the global batch grows; every batch on the way has to fit, too.
     Raises:
         BatchFault: no whole numbers fit; it names what does.
     """
@@ -56,45 +62,62 @@ def resolve_batch(config: dict[str, Any], *, world_size: int, seq_length: int, f
     micro = _number(config, MICRO_BATCH)
     accumulation = _number(config, ACCUMULATION)
     notes: list[str] = []
-    origin = f"{TRAIN_BATCH} {train}"
+    origin = f"{TRAIN_BATCH} {train}:"
     if flag is not None and flag != train:
-        origin = f"--global_batch_size {flag}"
+        origin = f"--global_batch_size {flag}:"
         if accumulation is not None:
-            notes.append(f"{ACCUMULATION}: the file's {accumulation} gives way to {origin}")
+            notes.append(f"{ACCUMULATION}: the file's {accumulation} gives way to {origin[:-1]}")
             accumulation = None
         train = flag
     if train is None:
         # without a global batch the other two state it, as in DeepSpeed
-        micro = micro or _auto_micro_batch(None, seq_length)
-        accumulation = accumulation or 1
-        return Batch(micro * accumulation * world_size, micro, accumulation, tuple(notes))
-    per_rank, rest = divmod(train, world_size)
-    if rest:
-        worlds = divisors(train)
-        near = sorted(sorted(worlds, key=lambda w: abs(w - world_size))[:4])
-        sizes = " or ".join(map(str, nearest_multiples(train, world_size)))
-        raise BatchFault(
-            f"{origin}: is not a multiple of the {world_size} ranks; write {sizes}, "
-            f"or use a world size that divides it ({', '.join(map(str, near))} are the nearest)"
-        )
+        micro = micro or max(1, AUTO_MICRO_BATCH_TOKENS // seq_length)
+        train = micro * (accumulation or 1) * world_size
+    common = train
+    if ramp is not None:
+        if fault := ramp.fault(train):
+            raise BatchFault(fault)
+        if accumulation is not None:
+            raise BatchFault(f'{ACCUMULATION} {accumulation}: grows with --batch_ramp; write "auto"')
+        common = math.gcd(ramp.start, ramp.step_size(train), train)
+        origin = f"--batch_ramp: every batch from {ramp.start} to {train} is a multiple of {common}, which"
+    per_rank = _share(common, world_size, origin)
     if micro is not None and accumulation is not None:
         return _stated_batch(train, micro, accumulation, world_size)
     if accumulation is not None:
-        if per_rank % accumulation:
-            unit = accumulation * world_size
-            sizes = " or ".join(map(str, nearest_multiples(train, unit)))
-            raise BatchFault(
-                f"{TRAIN_BATCH} {train}: is not a multiple of {ACCUMULATION} {accumulation} * {world_size} ranks; "
-                f'write {sizes}, or {ACCUMULATION} "auto"'
-            )
-        return Batch(train, per_rank // accumulation, accumulation, tuple(notes))
-    chosen = _auto_micro_batch(per_rank, seq_length) if micro is None else _at_most(per_rank, micro)
+        return Batch(train, _micro_batch_of(train, accumulation, world_size), accumulation, tuple(notes))
+    limit = micro or max(1, AUTO_MICRO_BATCH_TOKENS // seq_length)
+    chosen = max(d for d in divisors(per_rank) if d <= limit)
     if micro is not None and chosen != micro:
         notes.append(
             f"{MICRO_BATCH}: {micro} does not divide the {per_rank} sequences of a rank; lowered to {chosen}, "
             f"accumulation follows"
         )
-    return Batch(train, chosen, per_rank // chosen, tuple(notes))
+    return Batch(train, chosen, train // world_size // chosen, tuple(notes))
+
+
+def _share(batch: int, world_size: int, origin: str) -> int:
+    """A rank's part of the batch."""
+    per_rank, rest = divmod(batch, world_size)
+    if rest:
+        near = sorted(sorted(divisors(batch), key=lambda w: abs(w - world_size))[:4])
+        sizes = " or ".join(map(str, nearest_multiples(batch, world_size)))
+        raise BatchFault(
+            f"{origin} is not a multiple of the {world_size} ranks; write {sizes}, "
+            f"or use a world size that divides it ({', '.join(map(str, near))} are the nearest)"
+        )
+    return per_rank
+
+
+def _micro_batch_of(train: int, accumulation: int, world_size: int) -> int:
+    micro, rest = divmod(train, accumulation * world_size)
+    if rest:
+        sizes = " or ".join(map(str, nearest_multiples(train, accumulation * world_size)))
+        raise BatchFault(
+            f"{TRAIN_BATCH} {train}: is not a multiple of {ACCUMULATION} {accumulation} * {world_size} ranks; "
+            f'write {sizes}, or {ACCUMULATION} "auto"'
+        )
+    return micro
 
 
 def _stated_batch(train: int, micro: int, accumulation: int, world_size: int) -> Batch:
@@ -118,13 +141,3 @@ def _number(config: dict[str, Any], key: str) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise BatchFault(f'{key} {value!r}: must be a whole number of at least 1, or "auto"')
     return value
-
-
-def _at_most(per_rank: int, limit: int) -> int:
-    """The largest micro-batch of at most `limit` that splits a rank's sequences evenly."""
-    return max(d for d in divisors(per_rank) if d <= limit)
-
-
-def _auto_micro_batch(per_rank: int | None, seq_length: int) -> int:
-    limit = max(1, AUTO_MICRO_BATCH_TOKENS // seq_length)
-    return limit if per_rank is None else _at_most(per_rank, limit)

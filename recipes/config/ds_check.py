@@ -108,7 +108,8 @@ def _optimizer(config: dict[str, Any], facts: "RunFacts") -> Iterator[str]:
         yield 'optimizer.type: missing; write "AdamW"'
         return
     offloaded = offload_device(config, "offload_optimizer") != "none"
-    types, keys = optimizer_keys(name, offloaded)
+    torch_adam = section(config, "optimizer", "params").get("torch_adam") is True
+    types, keys = optimizer_keys(name, torch_adam=torch_adam, offloaded=offloaded)
     if keys is None:
         yield f'optimizer.type: "{name}" is no optimizer of DeepSpeed or torch.optim{nearest(name, types)}'
         return
@@ -207,7 +208,7 @@ def _section_values(config: dict[str, Any], facts: "RunFacts") -> Iterator[str]:
 
     with quiet_deepspeed():
         for key, value in config.items():
-            if key in _READ_ELSEWHERE:
+            if key in _READ_ELSEWHERE or (key == "expert_parallel" and enabled(config, key)):
                 continue
             try:
                 DeepSpeedConfig({MICRO_BATCH: 1, key: value})

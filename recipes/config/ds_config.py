@@ -10,6 +10,7 @@ from typing import Any
 
 from model.config import ModelConfig
 from recipes.config.batch import ACCUMULATION, MICRO_BATCH, TRAIN_BATCH, Batch, BatchFault, resolve_batch
+from recipes.config.batch_plan import BatchPlan, BatchRamp
 from recipes.config.ds_auto import fill_in_autos, left_auto_faults, recipe_record, reopen
 from recipes.config.ds_check import LEARNING_RATES, combination_faults, section
 from recipes.config.ds_keys import RECIPE_KEY, quiet_deepspeed, unknown_key_faults
@@ -34,6 +35,7 @@ class RunFacts:
         compiler_available: a C++ compiler (nvcc too on CUDA) and ninja, which build DeepSpeed's ops.
         async_io_available: libaio, which offload to NVMe needs.
         output_dir: the run's folder; TensorBoard's goes into it.
+        batch_ramp: how the global batch grows to its full size; None: it does not.
     """
 
     world_size: int
@@ -49,6 +51,7 @@ class RunFacts:
     compiler_available: bool = True
     async_io_available: bool = False
     output_dir: Path | None = None
+    batch_ramp: BatchRamp | None = None
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,8 @@ class ResolvedDsConfig:
 
     Args:
         config: for `deepspeed.initialize`; as JSON in the run's folder it reproduces the run alone.
+        global_batch_size, gradient_accumulation_steps: once a ramp is over; before it, see batch_plan.
+        batch_plan: step -> global batch, samples and tokens.
         scheduler: for recipes.training.schedule.build_schedule.
         lr_line: how the peak learning rate came about, for the user.
         notes: what was filled in or mended, for the user.
@@ -66,6 +71,7 @@ class ResolvedDsConfig:
     global_batch_size: int
     micro_batch_size: int
     gradient_accumulation_steps: int
+    batch_plan: BatchPlan
     max_steps: int
     peak_learning_rate: float
     lr_line: str
@@ -138,10 +144,15 @@ def choose_ds_config(device_type: str, world_size: int, bf16: bool) -> Path:
     """The shipped ds_config that fits a machine, when the user names none."""
     if device_type == "cpu":
         return DS_CONFIGS / "cpu.json"
-    kind = "bf16" if bf16 else "fp16"
     if world_size == 1:
-        return DS_CONFIGS / f"1gpu_{kind}.json"
-    return DS_CONFIGS / f"8gpu_zero2_{kind}.json"
+        name = "1gpu_bf16" if bf16 else "1gpu_fp16"
+    elif world_size <= 8:
+        name = "8gpu_zero2_bf16" if bf16 else "8gpu_zero2_fp16"
+    elif not bf16:
+        name = "8gpu_zero3_fp16"
+    else:
+        name = "32gpu_zero2_bf16" if world_size <= 32 else "64gpu_zero3_bf16"
+    return DS_CONFIGS / f"{name}.json"
 
 
 def resolve_ds_config(config: dict[str, Any], *, source: str, facts: RunFacts) -> ResolvedDsConfig:
@@ -160,18 +171,23 @@ def resolve_ds_config(config: dict[str, Any], *, source: str, facts: RunFacts) -
     batch = Batch(1, 1, 1)
     try:
         batch = resolve_batch(
-            resolved, world_size=facts.world_size, seq_length=facts.seq_length, flag=facts.global_batch_size
+            resolved,
+            world_size=facts.world_size,
+            seq_length=facts.seq_length,
+            flag=facts.global_batch_size,
+            ramp=facts.batch_ramp,
         )
     except BatchFault as fault:
         faults.append(f"{source}: {fault}")
-    tokens_per_step = batch.global_batch_size * facts.seq_length
-    max_steps = _max_steps(facts, tokens_per_step)
+    ramp = facts.batch_ramp if facts.batch_ramp and not facts.batch_ramp.fault(batch.global_batch_size) else None
+    plan = BatchPlan(batch.global_batch_size, facts.seq_length, ramp)
+    max_steps = _max_steps(facts, plan)
     params = section(resolved, "optimizer", "params")
     scheduler, scheduler_faults = resolve_scheduler(
         resolved.get("scheduler"),
         source=source,
         max_steps=max_steps,
-        total_tokens=facts.train_tokens or max_steps * tokens_per_step,
+        total_tokens=facts.train_tokens or plan.tokens_before(max_steps),
         optimizer_lr=params.get("lr"),
     )
     if scheduler.peak_learning_rate and "optimizer" in resolved:
@@ -196,6 +212,7 @@ def resolve_ds_config(config: dict[str, Any], *, source: str, facts: RunFacts) -
         global_batch_size=batch.global_batch_size,
         micro_batch_size=batch.micro_batch_size,
         gradient_accumulation_steps=batch.accumulation_steps,
+        batch_plan=plan,
         max_steps=max_steps,
         peak_learning_rate=params["lr"],
         lr_line=_lr_line(facts.lr_scaling, base_lr, params["lr"], batch.global_batch_size, reference),
@@ -221,12 +238,12 @@ def _lr_line(rule: str, base: float, peak: float, global_batch_size: int, refere
     return f"peak lr {peak:.4g} = {base:.4g} * {worked}, global over reference batch in sequences"
 
 
-def _max_steps(facts: RunFacts, tokens_per_step: int) -> int:
+def _max_steps(facts: RunFacts, plan: BatchPlan) -> int:
     if facts.max_steps is None and facts.train_tokens is None:
         raise UserError("the run has no length: give --max_steps or --train_tokens")
     if facts.max_steps is not None and facts.train_tokens is not None:
         raise UserError("--max_steps and --train_tokens: both state the length of the run; give one")
-    return facts.max_steps or math.ceil((facts.train_tokens or 0) / tokens_per_step)
+    return facts.max_steps or plan.steps_for_tokens(facts.train_tokens or 0)
 
 
 def _load_with_deepspeed(config: dict[str, Any], source: str) -> None:

@@ -121,8 +121,8 @@ def _probe(path: tuple[str, ...]) -> KeyTree | None:
     except ValidationError as error:
         model = _model_named(error.title)
         location = next((e["loc"] for e in error.errors() if e["loc"][-1:] == (_PROBE,)), ())
-        for key in location[:-1]:
-            model = _nested_model(model.model_fields[str(key)].annotation)
+        for part in location[:-1]:
+            model = _nested_model(model.model_fields[str(part)].annotation)
         return _model_keys(model)
     except (TypeError, ValueError, AttributeError, AssertionError, KeyError, DeepSpeedConfigError):
         pass  # the probe is no valid value; what was asked before it fell is recorded all the same
@@ -205,46 +205,48 @@ def unknown_key_faults(config: dict[str, Any], source: str) -> list[str]:
     return faults
 
 
-def optimizer_keys(optimizer_type: str, offloaded: bool) -> tuple[list[str], set[str] | None]:
-    """The optimizer types that DeepSpeed takes, and the params of this one (None: the type is unknown)."""
+def optimizer_keys(optimizer_type: str, *, torch_adam: bool, offloaded: bool) -> tuple[list[str], set[str] | None]:
+    """The optimizer types that DeepSpeed takes, and the params of this one.
+
+    Args:
+        optimizer_type: `optimizer.type`; DeepSpeed reads its own names in any case, torch's as they are.
+        torch_adam: whether Adam is torch's own instead of DeepSpeed's compiled one.
+        offloaded: whether the optimizer's state is kept off the device.
+    Returns:
+        All types; the params of `optimizer_type`, or None if it is none of them.
+    """
     import torch
     from deepspeed.runtime import config as deepspeed_config
 
-    own = {"adam": "Adam", "adamw": "AdamW", "lamb": "Lamb", "lion": "Lion", "adagrad": "Adagrad", "muon": "Muon"}
-    torch_types = [
-        name
+    torch_types = {
+        name: value
         for name, value in vars(torch.optim).items()
         if inspect.isclass(value) and issubclass(value, torch.optim.Optimizer) and name != "Optimizer"
-    ]
-    types = sorted({*own.values(), *torch_types})
+    }
+    types = sorted({*torch_types, "Lamb", "Lion"})  # DeepSpeed's others have the names of torch's
     name = optimizer_type.lower()
     if name not in deepspeed_config.DEEPSPEED_OPTIMIZERS:
-        torch_type = getattr(torch.optim, optimizer_type, None) if optimizer_type in torch_types else None
-        return types, _signature_keys(torch_type) if torch_type else None
-    if name not in own:
-        return types, None  # mup's: the package is none of ours
-    keys: set[str] = set()
-    if name in ("adam", "adamw", "muon"):
+        return types, _signature_keys(torch_types[optimizer_type]) if optimizer_type in torch_types else None
+    if name == "muon":
+        # the engine builds Muon's groups from these alone; any other AdamW param would be dropped
+        return types, _muon_keys() | {"torch_adam", "adam_w_mode", "fp32_optimizer_states"}
+    if name in ("adam", "adamw"):
         from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
-        keys = _signature_keys(torch.optim.AdamW) | _signature_keys(DeepSpeedCPUAdam if offloaded else FusedAdam)
-        keys |= {"torch_adam", "fp32_optimizer_states"}
-        # AdamW ignores adam_w_mode, so there it would be an option that does nothing
-        keys = keys - {"adam_w_mode", "adamw_mode", "set_grad_none"} | ({"adam_w_mode"} if name == "adam" else set())
-        if name == "muon":
-            # the engine builds Muon's groups from these alone; any other AdamW param would be dropped
-            keys = _muon_keys() | {"torch_adam", "adam_w_mode", "fp32_optimizer_states"}
-    elif name == "lion":
-        from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+        keys = _signature_keys(torch.optim.AdamW if torch_adam else DeepSpeedCPUAdam if offloaded else FusedAdam)
+        # the engine passes these two itself; AdamW ignores adam_w_mode, so there it would do nothing
+        keys = keys - {"adam_w_mode", "adamw_mode"} | {"torch_adam", "fp32_optimizer_states"}
+        return types, keys | ({"adam_w_mode"} if name == "adam" else set())
+    from deepspeed.ops.lamb import FusedLamb
+    from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 
-        keys = _signature_keys(DeepSpeedCPULion if offloaded else FusedLion)
-    elif name == "lamb":
-        from deepspeed.ops.lamb import FusedLamb
-
-        keys = _signature_keys(FusedLamb) - {"max_grad_norm"}
-    else:
-        keys = _signature_keys(torch.optim.Adagrad)
-    return types, keys
+    classes: dict[str, Any] = {
+        "lion": DeepSpeedCPULion if offloaded else FusedLion,
+        "lamb": FusedLamb,
+        "adagrad": torch.optim.Adagrad,
+    }
+    # mup's optimizers are left out: their package is none of ours
+    return types, _signature_keys(classes[name]) - {"max_grad_norm"} if name in classes else None
 
 
 def _signature_keys(optimizer_class: Any) -> set[str]:

@@ -57,7 +57,22 @@ class PretrainConfig:
     document_mask: bool = field(
         default=False, metadata={"help": "keep attention inside a document; off as in DeepSeek-V3"}
     )
-    num_workers: int = field(default=0, metadata={"help": "processes that prepare batches beside the training process"})
+    mixture_temperature: float = field(
+        default=1.0, metadata={"help": "weight sources by size ** (1 / temperature) where --data gives no weights"}
+    )
+    packing: str = field(
+        default="concatenate",
+        metadata={
+            "help": "concatenate and cut documents as DeepSeek-V3 does, or fit them whole where they fit",
+            "choices": ["concatenate", "best_fit"],
+        },
+    )
+    fim_rate: float = field(
+        default=0.0, metadata={"help": "part of documents rearranged for fill-in-the-middle; DeepSeek-V3: 0.1"}
+    )
+    num_workers: int | None = field(
+        default=None, metadata={"help": "processes a rank that prepare batches; default: none on CPU, else by cores"}
+    )
     output_dir: str | None = field(default=None, metadata={"help": "the run's folder; default: runs/<model>"})
     save_steps: int = field(default=200, metadata={"help": "steps between checkpoints; the last step always saves"})
     save_total_limit: int = field(default=2, metadata={"help": "checkpoints kept, besides the best; 0 keeps all"})
@@ -170,7 +185,7 @@ def _check(config: PretrainConfig) -> None:
         if value is not None and value < 1:
             faults.append(f"--{name} {value}: must be at least 1")
     for name in ("num_workers", "save_total_limit", "eval_steps", "seed"):
-        if getattr(config, name) < 0:
+        if (getattr(config, name) or 0) < 0:
             faults.append(f"--{name} {getattr(config, name)}: must be at least 0")
     if config.max_steps and config.train_tokens:
         faults.append("--max_steps and --train_tokens: both state the length of the run; give one")

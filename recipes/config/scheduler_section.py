@@ -158,7 +158,7 @@ def _value_faults(name: str, params: dict[str, Any], max_steps: int) -> list[str
     warmup = params.get("warmup_num_steps", 0)
     if warmup > max_steps:
         faults.append(f'warmup_num_steps: {warmup} is longer than the run of {max_steps} steps; write less, or "auto"')
-    if warmup > params.get("total_num_steps", warmup):
+    elif warmup > params.get("total_num_steps", warmup):
         faults.append(f"warmup_num_steps: {warmup} is more than total_num_steps {params['total_num_steps']}")
     if name == "multi_step":
         if len(params["milestones"]) != len(params["ratios"]):

@@ -24,7 +24,7 @@ FORMAT_VERSION = 1
 SPLITS = ("train", "heldout")
 HASH_BLOCK_BYTES = 1 << 20
 QUICK_HASH_BYTES = 256 << 20  # a quick verification hashes splits up to this size, under a second's work
-TOKEN_DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+TOKEN_DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,15 @@ class SplitManifest:
 class Manifest:
     """What `manifest.json` says. fim_tokens: ids of (prefix, suffix, middle), or None where the tokenizer has none."""
 
-    fingerprint: str
+    inputs: list[str]  # as they were named
+    fingerprint: str  # of what decided the content: inputs and settings
     settings: dict[str, Any]
     dtype: str
     vocab_size: int
     eos_token_id: int
     pad_token_id: int
     fim_tokens: tuple[int, int, int] | None
-    tokenizer_sha256: str
+    tokenizer_file: DataFile
     counts: dict[str, int]
     splits: dict[str, SplitManifest]
     content_hash: str
@@ -79,6 +80,7 @@ class Manifest:
             document = json.loads(path.read_text(encoding="utf-8"))
             if document.pop("format") != FORMAT_NAME or document.pop("version") != FORMAT_VERSION:
                 raise ValueError("of another format or version")
+            document["tokenizer_file"] = DataFile(**document["tokenizer_file"])
             document["splits"] = {name: split_from_dict(split) for name, split in document["splits"].items()}
             if document["fim_tokens"] is not None:
                 document["fim_tokens"] = tuple(document["fim_tokens"])
@@ -103,6 +105,11 @@ def hash_file(path: Path) -> str:
         while block := file.read(HASH_BLOCK_BYTES):
             digest.update(block)
     return digest.hexdigest()
+
+
+def describe_file(folder: Path, name: str, max_token_id: int = -1) -> DataFile:
+    path = folder / name
+    return DataFile(name, path.stat().st_size, hash_file(path), max_token_id)
 
 
 def is_prepared(folder: str | Path) -> bool:
@@ -146,7 +153,7 @@ class ShardedTokens:
         descriptor = self.descriptors.get(shard)
         if descriptor is None:
             descriptor = self.descriptors[shard] = os.open(self.paths[shard], os.O_RDONLY)
-        if os.preadv(descriptor, [target.view(np.uint8)], offset * self.dtype.itemsize) != target.nbytes:
+        if os.preadv(descriptor, [target.view(np.uint8).data], offset * self.dtype.itemsize) != target.nbytes:
             raise OSError(f"{self.paths[shard]}: ended before position {offset + len(target)}: it changed while in use")
 
     def __getstate__(self) -> dict[str, Any]:
@@ -190,7 +197,7 @@ class PreparedCorpus:
         """
         folder = Path(folder)
         manifest = Manifest.read(folder)
-        if faults := find_damage(folder, manifest.splits[split], verify):
+        if faults := find_damage(folder, manifest, split, verify):
             raise UserError(*faults)
         return cls(folder, split, manifest)
 
@@ -206,8 +213,9 @@ class PreparedCorpus:
     def check_vocab_size(self, vocab_size: int) -> None:
         """Raises UserError: the split holds an id that a model with `vocab_size` embeddings lacks; names the shard."""
         faults = [
-            f"{self.folder / shard.name}: token id {shard.max_token_id} is not below the model's vocab_size {vocab_size}; "
-            f"use a model with a vocab_size of at least {self.manifest.vocab_size}, or prepare with its own tokenizer"
+            f"{self.folder / shard.name}: token id {shard.max_token_id} is not below the model's vocab_size "
+            f"{vocab_size}; use a model with a vocab_size of at least {self.manifest.vocab_size}, or prepare "
+            "with its own tokenizer"
             for shard in self.manifest.splits[self.split].shards
             if shard.max_token_id >= vocab_size
         ]
@@ -215,11 +223,12 @@ class PreparedCorpus:
             raise UserError(*faults)
 
 
-def find_damage(folder: Path, split: SplitManifest, verify: str) -> list[str]:
-    """One line for each file of the split that is missing, of another size, or (where hashed) of other content."""
+def find_damage(folder: Path, manifest: Manifest, split: str, verify: str) -> list[str]:
+    """One line for each file that the split needs and that is missing, of another size, or of another content."""
     if verify not in ("quick", "full"):
         raise ValueError(f"verify is quick or full, not {verify!r}")
-    files = [*split.shards, split.document_ends]
+    part = manifest.splits[split]
+    files = [manifest.tokenizer_file, *part.shards, part.document_ends]
     hashed = verify == "full" or sum(file.num_bytes for file in files) <= QUICK_HASH_BYTES
     again = "restore it, or prepare the data again"
     faults = []

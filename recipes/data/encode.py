@@ -4,16 +4,14 @@ import hashlib
 import multiprocessing
 import os
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from recipes.config.errors import UserError
-from recipes.data.formats import Documents, read_piece
+from recipes.data.reading import Documents, read_piece
 from recipes.data.sources import Piece
 
 HASH_BYTES = 16
@@ -160,8 +158,14 @@ def encode_in_worker(piece: Piece) -> EncodedPiece:
     return WORKER[0].encode(piece)
 
 
-def encode_pieces(pieces: Iterable[Piece], settings: EncoderSettings, num_proc: int) -> Iterator[EncodedPiece]:
-    """Tokenize pieces in `num_proc` processes; results come in the pieces' order, a few pieces ahead at most."""
+def encode_pieces(
+    pieces: Iterable[Piece], settings: EncoderSettings, num_proc: int
+) -> Generator[EncodedPiece, None, None]:
+    """Tokenize pieces in `num_proc` processes; results come in the pieces' order, a few pieces ahead at most.
+
+    Raises:
+        BrokenProcessPool: one of the processes was killed, as happens when memory runs out.
+    """
     if num_proc == 1:
         encoder = Encoder(settings)
         yield from map(encoder.encode, pieces)
@@ -177,10 +181,5 @@ def encode_pieces(pieces: Iterable[Piece], settings: EncoderSettings, num_proc: 
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
-    except BrokenProcessPool as error:
-        raise UserError(
-            "a tokenizing process died, most likely for lack of memory; free some or lower --num_proc, and run again: "
-            "what was done is kept"
-        ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)

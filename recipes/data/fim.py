@@ -1,7 +1,7 @@
 """Fill-in-the-middle on documents of token ids, before packing.
 
-A chosen document becomes PREFIX_TOKEN prefix SUFFIX_TOKEN suffix MIDDLE_TOKEN middle EOS, where prefix + middle + suffix
-is the document (V3, arXiv 2412.19437, section 4.1: prefix-suffix-middle, at the level of documents, a part of packing).
+A chosen document becomes PREFIX_TOKEN prefix SUFFIX_TOKEN suffix MIDDLE_TOKEN middle EOS, where prefix + middle +
+suffix is the document (V3, arXiv 2412.19437, section 4.1: prefix-suffix-middle, on documents, before packing).
 Which documents are chosen and where they are cut are functions of (seed, document index): the same in every epoch, so
 that an epoch has the same sequences, and on any rank. V3 does not say where it cuts; here it is between two tokens, so
 that the lengths are known without tokenizing again.
@@ -92,7 +92,7 @@ class FimDocuments:
         return first + int(np.searchsorted(ends, position, side="right"))
 
     def cuts(self, document: int, body: int) -> tuple[int, int]:
-        """Where the middle of a document of `body` tokens (without EOS) begins and ends: two uniform draws, in order."""
+        """Where the middle of a document of `body` tokens (without EOS) begins and ends: two sorted uniform draws."""
         draws = (mix64(mix64(document ^ self.key) + number) % (body + 1) for number in (1, 2))
         first, second = sorted(draws)
         return first, second
@@ -109,7 +109,7 @@ class FimDocuments:
         return tokens
 
     def fill(self, target: np.ndarray, document: int, end: int, position: int) -> None:
-        """Write the ids of one document, from `position` on, into `target`; `end` is the position after the document."""
+        """Write the ids of one document, from `position` on, into `target`; `end` is its end's position."""
         raw_end = int(self.corpus.document_ends[document])
         raw_start = int(self.corpus.document_ends[document - 1]) if document else 0
         if not self.chosen(document, document + 1)[0]:

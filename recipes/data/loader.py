@@ -1,6 +1,7 @@
 """From packed sequences to the micro-batches of each optimizer step.
 
-Nothing here has a state: the batch of a step is a function of the step, so a run resumes anywhere, on any number of ranks.
+Nothing here has a state: the batch of a step is a function of the step, so a run resumes anywhere, on any number of
+ranks.
 """
 
 import itertools
@@ -57,6 +58,7 @@ class TrainingData:
         if not 0.0 <= fim_rate <= 1.0:
             raise UserError(f"--fim_rate {fim_rate}: must be from 0 to 1")
         self.corpora = [corpus for corpus, _ in sources]
+        check_same_tokenizer(self.corpora)
         self.seq_length = seq_length
         self.seed = seed
         self.document_mask = document_mask
@@ -87,13 +89,13 @@ class TrainingData:
         """One sequence of the run.
 
         Returns:
-            input_ids, labels, position_ids: (S,) int64; labels are the next tokens, -100 where nothing is to be predicted.
+            input_ids, labels, position_ids: (S,) int64; labels are the next tokens, or -100.
             document_ids (S,) int32 with document_mask; valid_tokens (S,) bool where the packing pads.
             sample_id: one number for each sequence of all sources; source_id; epoch: of its source, from 0.
         """
         source, sequence, epoch = self.locate(global_index)
         packing = self.packings[source]
-        fields = row_fields(packing.row(sequence), self.document_mask, packing.has_padding)
+        fields = row_fields(packing.row(sequence, self.document_mask), packing.has_padding)
         return {**fields, "sample_id": self.first_ids[source] + sequence, "source_id": source, "epoch": epoch}
 
     def repeats(self, num_samples: int) -> list[float]:
@@ -106,9 +108,22 @@ class TrainingData:
         if self.num_sequences < global_batch_size:
             folders = ", ".join(str(corpus.folder) for corpus in self.corpora)
             raise UserError(
-                f"{folders}: {self.num_sequences} sequences of {self.seq_length} tokens are fewer than one global batch of "
-                f"{global_batch_size}; lower --global_batch_size or --seq_length, or give more data"
+                f"{folders}: {self.num_sequences} sequences of {self.seq_length} tokens are fewer than one global "
+                f"batch of {global_batch_size}; lower --global_batch_size or --seq_length, or give more data"
             )
+
+
+def check_same_tokenizer(corpora: Sequence[PreparedCorpus]) -> None:
+    """Raises UserError: two sources of one mixture were prepared with different tokenizers."""
+    first = corpora[0]
+    faults = [
+        f"{corpus.folder}: prepared with another tokenizer than {first.folder}; prepare it again with --tokenizer "
+        f"{first.tokenizer_folder}"
+        for corpus in corpora[1:]
+        if corpus.manifest.tokenizer_file.sha256 != first.manifest.tokenizer_file.sha256
+    ]
+    if faults:
+        raise UserError(*faults)
 
 
 def make_packing(corpus: PreparedCorpus, seq_length: int, packing: str, fim_rate: float, seed: int) -> Packing:
@@ -116,8 +131,8 @@ def make_packing(corpus: PreparedCorpus, seq_length: int, packing: str, fim_rate
     if fim_rate > 0.0:
         if corpus.manifest.fim_tokens is None:
             raise UserError(
-                f"--fim_rate {fim_rate}: the tokenizer of {corpus.folder} has no tokens for fill-in-the-middle; prepare the "
-                "data again with --fim"
+                f"--fim_rate {fim_rate}: the tokenizer of {corpus.folder} has no tokens for fill-in-the-middle; "
+                "prepare the data again with --fim"
             )
         documents = FimDocuments(corpus, fim_rate, seed, corpus.manifest.fim_tokens)
     if packing == "best_fit":
@@ -125,7 +140,7 @@ def make_packing(corpus: PreparedCorpus, seq_length: int, packing: str, fim_rate
     return ConcatenatedPacking(documents, seq_length)
 
 
-def row_fields(row: Row, document_mask: bool, has_padding: bool) -> dict[str, np.ndarray]:
+def row_fields(row: Row, has_padding: bool) -> dict[str, np.ndarray]:
     """What the model gets of one row: see `TrainingData.sample`."""
     seq_length = len(row.tokens) - 1
     tokens = row.tokens.astype(np.int64)
@@ -133,11 +148,11 @@ def row_fields(row: Row, document_mask: bool, has_padding: bool) -> dict[str, np
     labels[max(0, row.num_real - 1) :] = IGNORED_LABEL
     positions = np.arange(seq_length, dtype=np.int64)
     fields = {"input_ids": tokens[:-1], "labels": labels, "position_ids": positions}
-    if document_mask:
+    if row.document_ids is not None:
         document_ids = row.document_ids[:-1]
         labels[row.document_ids[1:] != document_ids] = IGNORED_LABEL
         # the position of each document's first token in the row, repeated over the document
-        starts = np.flatnonzero(np.diff(row.document_ids[:-1], prepend=-1))
+        starts = np.flatnonzero(np.diff(document_ids, prepend=-1))
         lengths = np.diff(starts, append=seq_length)
         fields["position_ids"] = positions - np.repeat(starts, lengths)
         fields["document_ids"] = document_ids
@@ -211,7 +226,8 @@ def step_batches(
     """
     if global_batch_size % (micro_batch_size * world_size):
         raise UserError(
-            f"--global_batch_size {global_batch_size}: must be a multiple of micro batch {micro_batch_size} x {world_size} ranks"
+            f"--global_batch_size {global_batch_size}: must be a multiple of "
+            f"{micro_batch_size} (micro batch) x {world_size} (ranks)"
         )
     data.check_global_batch_size(global_batch_size)
     micro_batches = MicroBatches(data, global_batch_size, micro_batch_size, rank, world_size)
@@ -239,6 +255,7 @@ def load(
         sampler=indices,
         num_workers=num_workers,
         pin_memory=pin_memory,
+        generator=torch.Generator(),  # of its own: the run's random state must not depend on the number of workers
         prefetch_factor=PREFETCH_FACTOR,
     )
 
@@ -259,7 +276,7 @@ def group_steps(
 
 
 def default_num_workers(device_type: str, ranks_on_host: int) -> int:
-    """Loading processes for each rank: none on CPU, whose cores train; on GPUs up to MOST_WORKERS of the cores at hand."""
+    """Loading processes for each rank: none on CPU, whose cores train; with GPUs up to MOST_WORKERS, as cores allow."""
     if device_type == "cpu":
         return 0
     cores_per_rank = len(os.sched_getaffinity(0)) // ranks_on_host
@@ -275,30 +292,35 @@ def heldout_batches(
     world_size: int,
     document_mask: bool = False,
 ) -> Iterator[dict[str, Tensor]]:
-    """This rank's share of a held-out split, each token of which is predicted once (but the first, which follows nothing).
+    """This rank's share of a held-out split: each token but the first, which follows nothing, is predicted once.
 
-    All ranks get the same number of batches; rows that only fill up have no label that counts. A batch has `valid_tokens`
-    where it holds padding.
+    All ranks get the same number of batches; rows that only fill up have no label that counts. A batch has
+    `valid_tokens` where it holds padding.
     """
     documents = PlainDocuments(corpus)
     num_rows = -(-max(0, documents.num_tokens - 1) // seq_length)
     num_batches = -(-num_rows // (micro_batch_size * world_size))
     for batch_index in range(num_batches):
         first = (batch_index * world_size + rank) * micro_batch_size
-        rows = [heldout_row(documents, index, seq_length) for index in range(first, first + micro_batch_size)]
-        has_padding = any(row.num_real < seq_length + 1 for row in rows)
-        yield stack([row_fields(row, document_mask, has_padding) for row in rows])
+        rows = [
+            heldout_row(documents, index, seq_length, document_mask) for index in range(first, first + micro_batch_size)
+        ]
+        has_padding = any(row.num_real < seq_length for row in rows)
+        yield stack([row_fields(row, has_padding) for row in rows])
 
 
-def heldout_row(documents: PlainDocuments, index: int, seq_length: int) -> Row:
+def heldout_row(documents: PlainDocuments, index: int, seq_length: int, document_mask: bool) -> Row:
     """Row `index` of the concatenated documents; past the end it is padded, beyond it nothing but padding."""
     start = index * seq_length
     stop = min(start + seq_length + 1, documents.num_tokens)
     num_real = max(0, stop - start)
     tokens = np.full(seq_length + 1, documents.corpus.manifest.pad_token_id, dtype=documents.corpus.tokens.dtype)
-    document_ids = np.zeros(seq_length + 1, dtype=np.int32)
     if num_real:
         tokens[:num_real] = documents.read(start, stop)
-        document_ids[:num_real] = document_ids_between(documents, start, stop)
-        document_ids[num_real:] = document_ids[num_real - 1] + 1
+    document_ids = None
+    if document_mask:
+        document_ids = np.zeros(seq_length + 1, dtype=np.int32)
+        if num_real:
+            document_ids[:num_real] = document_ids_between(documents, start, stop)
+            document_ids[num_real:] = document_ids[num_real - 1] + 1
     return Row(tokens, document_ids, num_real)

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 HEARTBEAT_SECONDS = 5.0
-# A holder on another host is dead when its heartbeat stood still this long by the waiter's own clock (hosts' clocks differ).
+# A holder on another host is dead when its heartbeat stood still this long by the waiter's own clock: clocks differ.
 DEAD_AFTER_SECONDS = 120.0
 POLL_SECONDS = 0.2
 REMIND_SECONDS = 30.0
@@ -92,14 +92,19 @@ def death_of_holder(holder_text: str, silent_seconds: float) -> str | None:
         # Unreadable: its writer may be about to write, so only silence proves death.
         return "its content is unreadable" if silent_seconds > DEAD_AFTER_SECONDS else None
     if host == host_identity():
-        try:
-            alive = abs(psutil.Process(pid).create_time() - started) < 1.0
-        except psutil.NoSuchProcess:
-            alive = False
-        return None if alive else f"its holder, process {pid}, is gone"
+        return None if is_alive(pid, started) else f"its holder, process {pid}, is gone"
     if silent_seconds > DEAD_AFTER_SECONDS:
         return f"its holder, process {pid} on {host}, gave no sign for {DEAD_AFTER_SECONDS:.0f} s"
     return None
+
+
+def is_alive(pid: int, started: float) -> bool:
+    """Whether the process that began at `started` [seconds since the epoch] still runs; a zombie does not."""
+    try:
+        process = psutil.Process(pid)
+        return abs(process.create_time() - started) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def describe_holder(holder_text: str) -> str:
@@ -111,7 +116,7 @@ def describe_holder(holder_text: str) -> str:
 
 
 def create_exclusively(path: Path, content: str) -> bool:
-    """Create `path` with its content; False where it exists. Exclusive creation is atomic on network file systems too."""
+    """Create `path` with its content; False where it exists. Network file systems keep that atomic too."""
     try:
         with open(path, "x") as file:
             file.write(content)

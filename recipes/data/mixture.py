@@ -38,7 +38,7 @@ def resolve_weights(
     Args:
         num_tokens: of each source.
         weights: as given, all or none. None given: size ** (1 / temperature), so 1 visits every source equally often,
-            and more favours the small ones (Conneau et al., arXiv 1911.02116, section 3.1, with alpha = 1 / temperature).
+            and more favours the small ones (Conneau et al., arXiv 1911.02116, section 3.1; alpha = 1 / temperature).
     Raises:
         UserError: some but not all weights given, weights and a temperature, or a temperature below 1.
     """

@@ -1,5 +1,6 @@
 """Which files an input names, and how each is cut into pieces that one process reads and tokenizes at a time."""
 
+import io
 import os
 import sysconfig
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from recipes.config.errors import UserError
 STDLIB = "stdlib"
 # Distributions ship the standard library's tests apart, so without them the corpus is the same everywhere.
 STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-PIECE_BYTES = 4 << 20  # large enough to hide a task's cost, small enough for a smooth progress bar
+PIECE_BYTES = 1 << 20  # a fraction of a second's work: hides what a task costs, and still spreads evenly over cores
 LINE_SUFFIXES = (".jsonl", ".ndjson", ".json")
 TABLE_SUFFIXES = (".csv", ".tsv")
 COMPRESSIONS = (".gz", ".zst")
@@ -72,6 +73,9 @@ def expand_inputs(inputs: list[str]) -> Inputs:
         except UserError as error:
             faults.extend(error.faults)
             continue
+        except OSError as error:
+            faults.append(f"--input {name}: cannot be read: {error}")
+            continue
         if not files:
             faults.append(f"--input {name}: there is no file to read in it")
         found.files.extend(files)
@@ -89,7 +93,13 @@ def expand_one(name: str, notes: list[str]) -> list[SourceFile]:
     if megatron_prefix(path) is not None:
         return [megatron_file(megatron_prefix(path) or path)]
     if path.is_file():
-        return [source_file(path, file_kind(path) or "text")]
+        kind = file_kind(path)
+        if kind is None and is_binary(path):
+            raise UserError(
+                f"--input {name}: a binary file of no known format; jsonl, csv, tsv, txt (also .gz, .zst), parquet and "
+                "Megatron's .bin/.idx are read"
+            )
+        return [source_file(path, kind or "text")]
     if path.is_dir():
         return folder_files(path, notes)
     if looks_like_hub_id(name):
@@ -197,7 +207,9 @@ def open_binary(path: str) -> IO[bytes]:
 
         return gzip.open(path, "rb")  # type: ignore[return-value]
     if path.endswith(".zst"):
-        import zstandard
+        import pyarrow as pa
 
-        return zstandard.open(path, "rb")
+        # Arrow's reader takes several frames one after the other, as parallel compressors write them, and says when the
+        # last one is cut; the zstandard package does neither.
+        return io.BufferedReader(pa.input_stream(path, compression="zstd"), PIECE_BYTES)
     return open(path, "rb")

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -43,7 +44,7 @@ def load_tokenizer(name_or_folder: str | Path) -> PreTrainedTokenizerFast:
     try:
         if path.is_file() or (path.is_dir() and not (path / "tokenizer_config.json").exists()):
             file = path if path.is_file() else path / "tokenizer.json"
-            tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file))
+            tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(file))
         else:
             tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # transformers and tokenizers raise bare Exceptions for unreadable files
@@ -54,8 +55,8 @@ def load_tokenizer(name_or_folder: str | Path) -> PreTrainedTokenizerFast:
         ) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise UserError(
-            f"--tokenizer {name}: {type(tokenizer).__name__} has no tokenizer.json; only tokenizers of the `tokenizers` "
-            "library are read"
+            f"--tokenizer {name}: {type(tokenizer).__name__} has no tokenizer.json; only those of the "
+            "`tokenizers` library are read"
         )
     if tokenizer.eos_token_id is None:
         vocabulary = tokenizer.get_vocab()
@@ -74,7 +75,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 
     Args:
         texts: the documents; they are read once.
-        vocab_size: ids in all, special tokens and the 256 bytes included.
+        vocab_size: ids in all, special tokens and the 256 bytes included; there are fewer where the texts have no more
+            pairs to merge.
     Raises:
         UserError: vocab_size has no room for the bytes and the special tokens.
     """
@@ -141,7 +143,7 @@ def padded_vocabulary_size(size: int, multiple: int) -> int:
 
 
 def encoder_json(tokenizer: PreTrainedTokenizerFast) -> str:
-    """The tokenizer as JSON text, for processes that encode without importing transformers; no truncation, no padding."""
+    """The tokenizer as JSON text, without truncation or padding, for processes that do not import transformers."""
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     state["truncation"] = state["padding"] = None
     return json.dumps(state, ensure_ascii=False)

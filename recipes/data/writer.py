@@ -10,7 +10,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from recipes.data.corpus import SPLITS, TOKEN_DTYPES, DataFile, SplitManifest, hash_file
+from recipes.data.corpus import SPLITS, TOKEN_DTYPES, DataFile, SplitManifest, describe_file
 from recipes.data.encode import HASH_BYTES, EncodedPiece
 
 JOURNAL_NAME = "journal.json"
@@ -37,7 +37,7 @@ class CorpusWriter:
     def __init__(self, folder: Path, dtype: str, holdout: float, shard_tokens: int = SHARD_TOKENS) -> None:
         self.folder = folder
         self.dtype = TOKEN_DTYPES[dtype]
-        self.is_held_out = self.holdout_rule(holdout)
+        self.is_held_out = holdout_rule(holdout)
         self.shard_tokens = shard_tokens
         self.pieces_done, self.num_documents = 0, 0
         self.counts: Counter[str] = Counter()
@@ -77,12 +77,6 @@ class CorpusWriter:
 
     def read_documents(self) -> np.ndarray:
         return np.fromfile(self.folder / DOCUMENTS_NAME, dtype=DOCUMENT_RECORD)
-
-    @staticmethod
-    def holdout_rule(holdout: float) -> Callable[[bytes], bool]:
-        """Whether the document with this hash is held out."""
-        limit = int(holdout * 2.0**64)
-        return lambda text_hash: int.from_bytes(text_hash[:8], "little") < limit
 
     def append(self, piece: EncodedPiece) -> None:
         """Write the piece's documents; those whose text was seen before are counted and dropped."""
@@ -165,7 +159,7 @@ class CorpusWriter:
                 num_bytes=int(chosen["bytes"].sum()),
                 num_documents=len(chosen),
                 shards=tuple(self.describe_shard(split, index) for index in range(len(self.shard_sizes[split]))),
-                document_ends=DataFile(ends_path.name, ends_path.stat().st_size, hash_file(ends_path)),
+                document_ends=describe_file(self.folder, ends_path.name),
             )
         (self.folder / DOCUMENTS_NAME).unlink(missing_ok=True)
         (self.folder / JOURNAL_NAME).unlink()
@@ -177,7 +171,13 @@ class CorpusWriter:
         with open(path, "rb") as file:
             while block := file.read(64 << 20):
                 largest = max(largest, int(np.frombuffer(block, dtype=self.dtype).max()))
-        return DataFile(path.name, path.stat().st_size, hash_file(path), largest)
+        return describe_file(self.folder, path.name, largest)
+
+
+def holdout_rule(holdout: float) -> Callable[[bytes], bool]:
+    """Tells from a document's hash whether it is held out."""
+    limit = int(holdout * 2.0**64)
+    return lambda text_hash: int.from_bytes(text_hash[:8], "little") < limit
 
 
 def write_durably(path: Path, text: str) -> None:

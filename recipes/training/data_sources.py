@@ -7,29 +7,12 @@ from model.config import ModelConfig
 from recipes.config.errors import UserError
 from recipes.config.run_config import REPOSITORY, PretrainConfig
 from recipes.data.corpus import PreparedCorpus, is_prepared
+from recipes.data.mixture import parse_data_spec, resolve_weights
 from recipes.data.prepare import PrepareSettings, fingerprint_of, prepare
 from recipes.data.sources import expand_inputs
 from recipes.data.tokenizer import load_tokenizer
 
 PREPARED_FOLDER = REPOSITORY / "runs" / "data"
-
-
-def parse_data_spec(spec: str) -> tuple[str, float]:
-    """Split `source=weight`; the weight is 1 where none is given.
-
-    Raises:
-        UserError: the weight is not a positive number.
-    """
-    source, equals, weight = spec.rpartition("=")
-    if not equals or Path(spec).exists():
-        return spec, 1.0
-    try:
-        value = float(weight)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise UserError(f"--data {spec}: the weight {weight!r} must be a positive number, as in {source}=0.7")
-    return source, value
 
 
 def check_data(config: PretrainConfig) -> None:
@@ -58,26 +41,29 @@ def open_sources(
     A tokenizer that is trained here is trained on the first source and used for all.
 
     Returns:
-        (training corpus, weight) for each source, and the held-out part of the first.
+        (training corpus, its part of the tokens) for each source, and the held-out part of the first.
     Raises:
         UserError: a source is missing or damaged, or its token ids do not fit the model.
     """
     tokenizer = config.tokenizer
-    sources = []
-    for spec in config.data:
-        source, weight = parse_data_spec(spec)
-        folder = Path(source) if is_prepared(source) else _prepare(source, tokenizer, model.vocab_size)
+    specs = [parse_data_spec(spec) for spec in config.data]
+    corpora = []
+    for source, _ in specs:
+        folder = Path(source) if is_prepared(source) else _prepare(source, tokenizer, model, config)
         corpus = PreparedCorpus.open(folder)
         corpus.check_vocab_size(model.vocab_size)
         tokenizer = tokenizer or str(corpus.tokenizer_folder)
-        sources.append((corpus, weight))
-    return sources, PreparedCorpus.open(sources[0][0].folder, "heldout")
+        corpora.append(corpus)
+    weights = resolve_weights(
+        [corpus.num_tokens for corpus in corpora], [weight for _, weight in specs], config.mixture_temperature
+    )
+    return list(zip(corpora, weights, strict=True)), PreparedCorpus.open(corpora[0].folder, "heldout")
 
 
-def _prepare(source: str, tokenizer: str | None, vocab_size: int) -> Path:
+def _prepare(source: str, tokenizer: str | None, model: ModelConfig, config: PretrainConfig) -> Path:
     """Prepare one source into a folder named after it and after all that decides its content."""
-    settings = PrepareSettings(tokenizer=tokenizer, vocab_size=vocab_size)
+    settings = PrepareSettings(tokenizer=tokenizer, vocab_size=model.vocab_size, fim=config.fim_rate > 0)
     given = load_tokenizer(tokenizer) if tokenizer else None
     fingerprint, _ = fingerprint_of(expand_inputs([source]).files, settings, given)
     name = f"{re.sub(r'[^A-Za-z0-9_.-]', '_', Path(source).stem)}-{fingerprint[:8]}"
-    return prepare([source], PREPARED_FOLDER / name, tokenizer=tokenizer, vocab_size=vocab_size)
+    return prepare([source], PREPARED_FOLDER / name, tokenizer=tokenizer, vocab_size=model.vocab_size, fim=settings.fim)

@@ -76,7 +76,7 @@ def step_metrics(
         "loss": result.loss,
         "mtp_loss": result.mtp_loss,
         "balance_loss": result.balance_loss,
-        "learning_rate": engine.get_lr()[0],
+        "learning_rate": result.learning_rate,
         "grad_norm": result.grad_norm,
         "loss_scale": float(getattr(engine.optimizer, "cur_scale", 1.0)),
         "skipped_steps": skipped_steps,

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from recipes.cluster.launch import set_cpu_threads, start_process_group, stop_process_group
+from recipes.cluster.launch import set_cpu_threads, start_process_group
 from recipes.config.errors import EXIT_SUCCESS
 from recipes.data.loader import TrainingData
 from recipes.training.checkpoint import TrainingState, load_checkpoint
@@ -52,13 +52,19 @@ def pretrain(plan: RunPlan) -> int:
         state = load_checkpoint(engine, newest)
         if plan.launch.is_main:
             print(f"resumed at step {state.step} from {newest}", flush=True)
-    data = TrainingData(sources, plan.seq_length, plan.config.seed, document_mask=plan.config.document_mask)
+    data = TrainingData(
+        sources,
+        plan.seq_length,
+        plan.config.seed,
+        document_mask=plan.config.document_mask,
+        packing=plan.config.packing,
+        fim_rate=plan.config.fim_rate,
+    )
     run = TrainingRun(plan, engine, data, heldout, state)
     evaluation = run.train()
     sample = sample_text(engine, run.tokenizer_folder)
     if plan.launch.is_main:
         _conclude(plan, evaluation, sample, time.perf_counter() - begin)
-    stop_process_group()
     return EXIT_SUCCESS
 
 

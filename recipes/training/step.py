@@ -20,6 +20,7 @@ class StepResult:
     mtp_loss: float  # mean over depths [nats per valid token]; 0 without MTP
     balance_loss: float  # sequence-wise balance loss, alpha included
     label_tokens: int  # tokens with a loss, over the global batch
+    learning_rate: float  # of this step's update
     grad_norm: float  # before clipping; inf when the step was skipped
     applied: bool  # False: non-finite gradients, the step was skipped
     expert_load: dict[str, list[float]]  # router -> share of its tokens by expert
@@ -41,26 +42,32 @@ def train_step(engine: Any, micro_batches: list[dict[str, Tensor]], bias_update_
     # micro-batch makes that average the sum over the global batch divided by all its labels.
     denominator = max(label_tokens, 1) / (engine.dp_world_size * len(micro_batches))
 
-    sums = torch.zeros(3, device=engine.device, dtype=torch.float64)
+    learning_rate = engine.get_lr()[0]  # engine.step() moves the schedule on
+    sums = torch.zeros(4, device=engine.device, dtype=torch.float64)
     for batch in micro_batches:
         output = engine(**batch, loss_denominator=denominator)
         engine.backward(output["loss"])
         if engine.is_gradient_accumulation_boundary():
             norm = _unpartitioned_grad_norm(engine)
         engine.step()
-        mtp = output["mtp_cross_entropy_sum"]
         sums += torch.stack(
-            [output["cross_entropy_sum"], mtp.sum() / max(mtp.numel(), 1), output["balance_loss"]]
-        ).double()
+            [
+                output["cross_entropy_sum"].double(),
+                output["mtp_cross_entropy_sum"].sum().double(),
+                output["mtp_label_count"].sum().double(),
+                output["balance_loss"].double(),
+            ]
+        )
     _all_reduce(sums)
-    loss, mtp_loss, balance_loss = sums.tolist()
+    loss, mtp_loss, mtp_label_tokens, balance_loss = sums.tolist()
     grad_norm = engine.get_global_grad_norm() if norm is None else norm
     applied = bool(engine.was_step_applied())
     return StepResult(
         loss=loss / max(label_tokens, 1),
-        mtp_loss=mtp_loss / max(label_tokens, 1),
+        mtp_loss=mtp_loss / max(mtp_label_tokens, 1),
         balance_loss=balance_loss / (engine.dp_world_size * len(micro_batches)),
         label_tokens=label_tokens,
+        learning_rate=learning_rate,
         grad_norm=float(grad_norm) if applied and grad_norm is not None else float("inf"),
         applied=applied,
         expert_load=balance_experts(engine.module, bias_update_speed if applied else 0.0),

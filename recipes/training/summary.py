@@ -78,7 +78,7 @@ def write_run_files(plan: RunPlan) -> None:
         "world_size": plan.launch.world_size,
         "device": plan.device_type,
         "seq_length": plan.seq_length,
-        "parameters": vars(count_parameters(plan.model)),
+        "parameters": count_parameters(plan.model)._asdict(),
     }
     for name, content in (
         ("run.json", run),

@@ -49,7 +49,13 @@ V2 = V3 | {
     "routed_scaling_factor": 16.0,
     "n_shared_experts": 2,
 }
-V2_LITE = V2 | {"topk_method": "greedy", "n_group": 1, "topk_group": 1, "q_lora_rank": None, "routed_scaling_factor": 1.0}
+V2_LITE = V2 | {
+    "topk_method": "greedy",
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": None,
+    "routed_scaling_factor": 1.0,
+}
 _YARN_V3 = {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}
 _YARN_V2 = {"rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}}
 

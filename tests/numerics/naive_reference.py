@@ -151,7 +151,10 @@ def best(values, count):
 def chosen_experts(config, scores, bias):
     """V3 eq. 16 with node-limited routing (sec. 2.1.2), V2 sec. 2.2.2, or the plain best."""
     count = config["num_experts_per_tok"]
-    biased = [float(s) + (0.0 if bias is None else float(b)) for s, b in zip(scores, bias if bias is not None else scores, strict=True)]
+    biased = [
+        float(s) + (0.0 if bias is None else float(b))
+        for s, b in zip(scores, bias if bias is not None else scores, strict=True)
+    ]
     groups = config.get("n_group") or 1
     if groups == 1 or config["topk_method"] == "greedy":
         return best(biased, count)

@@ -61,7 +61,7 @@ CASES = [
     (["gradient_clipping=-1"], {}, "gradient_clipping", "at least 0"),
     (["gradient_clipping=null"], {}, "gradient_clipping: missing", "write 1.0"),
     (
-        ["optimizer.type=Muon", "gradient_clipping=0.0", "zero_optimization.stage=3", "optimizer.params.betas=[0.9,0.95]"],
+        ["optimizer.type=Muon", "gradient_clipping=0.0", "zero_optimization.stage=3"],
         {}, "zero_optimization.reduce_scatter", "write false",
     ),
     (["zero_optimization.offload_optimizer.device=cpu"], {"compiler_available": False},
@@ -88,7 +88,7 @@ CASES = [
     (["optimizer.params.lr=-1"], {}, "optimizer.params.lr", "above 0"),
     (["optimizer.params.betas=[0.9,1.0]"], {}, "optimizer.params.betas", "below 1"),
     (["optimizer.params.weight_decay=-0.1"], {}, "optimizer.params.weight_decay", "at least 0"),
-    (["zero_optimization.stage=4"], {}, "zero_optimization.stage", "Input should be 0, 1, 2 or 3"),
+    (["zero_optimization.stage=4"], {}, "zero_optimization.stage", "Input should be 0, 1, 2"),
     (["zero_optimization.reduce_bucket_size=0"], {}, "zero_optimization.reduce_bucket_size", "greater than 0"),
     (['fp16={"enabled":true,"loss_scale_window":0}'], {}, "fp16", "loss_scale_window must be > 0"),
     (["communication_data_type=fp8"], {}, "communication_data_type", "'fp16', 'bf16', 'fp32'"),

@@ -12,8 +12,9 @@ from recipes.config.ds_keys import known_keys, native_autos, optimizer_keys, unk
 DOCUMENTED = """train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps optimizer scheduler
 communication_data_type prescale_gradients gradient_predivide_factor fp16 bf16 torch_autocast gradient_clipping
 zero_optimization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer steps_per_print wall_clock_breakdown
-dump_state aio flops_profiler activation_checkpointing data_types tensorboard wandb csv_monitor comms_logger checkpoint
-tensor_parallel expert_parallel data_efficiency compile timers memory_breakdown pipeline sequence_parallel_size""".split()
+dump_state aio flops_profiler activation_checkpointing data_types tensorboard wandb csv_monitor comms_logger
+checkpoint tensor_parallel expert_parallel data_efficiency compile timers memory_breakdown pipeline
+sequence_parallel_size""".split()
 
 
 @pytest.mark.parametrize("key", DOCUMENTED)
@@ -41,7 +42,7 @@ def test_removed_sections_are_not_valid_keys():
     "config, path, hint",
     [
         ({"zero_optimisation": {"stage": 2}}, "zero_optimisation", 'did you mean "zero_optimization"?'),
-        ({"gradient_acumulation_steps": 4}, "gradient_acumulation_steps", 'did you mean "gradient_accumulation_steps"?'),
+        ({"gradient_acumulation_steps": 4}, "gradient_acumulation_steps", '"gradient_accumulation_steps"?'),
         ({"fp16": {"enable": True}}, "fp16.enable", 'did you mean "enabled"?'),
         (
             {"zero_optimization": {"offload_optimizer": {"pin_memry": True}}},
@@ -49,11 +50,14 @@ def test_removed_sections_are_not_valid_keys():
             'did you mean "pin_memory"?',
         ),
         ({"checkpoint": {"load_univrsal": True}}, "checkpoint.load_univrsal", 'did you mean "load_universal"?'),
-        ({"activation_checkpointing": {"partitioned_activations": 1}}, "activation_checkpointing.partitioned_activations",
-         'did you mean "partition_activations"?'),
+        (
+            {"activation_checkpointing": {"partitioned_activations": 1}},
+            "activation_checkpointing.partitioned_activations",
+            'did you mean "partition_activations"?',
+        ),
         ({"timers": {"throughput": {"x": 1}}}, "timers.throughput.x", "valid: enabled, synchronized"),
     ],
-)  # fmt: skip
+)
 def test_a_misspelt_key_at_any_level_is_one_fault_with_the_nearest(config, path, hint):
     (fault,) = unknown_key_faults(config, "f.json")
     assert fault.startswith(f"f.json: {path}: unknown key") and fault.endswith(hint)
@@ -87,14 +91,19 @@ def test_a_valid_file_has_no_fault():
 
 
 def test_optimizer_params_come_from_the_optimizers_signature():
-    types, keys = optimizer_keys("AdamW", offloaded=False)
-    assert {"AdamW", "Muon", "Lion", "SGD"} <= set(types)
-    assert {"lr", "betas", "eps", "weight_decay", "torch_adam", "fused"} <= keys
-    assert "adam_w_mode" not in keys  # AdamW ignores it
-    assert "adam_w_mode" in optimizer_keys("Adam", offloaded=False)[1]
-    assert {"muon_lr", "adam_lr", "momentum"} <= optimizer_keys("Muon", offloaded=False)[1]
-    assert "momentum" in optimizer_keys("SGD", offloaded=False)[1]
-    assert optimizer_keys("AdmaW", offloaded=False)[1] is None
+    def keys_of(name, torch_adam=False, offloaded=False):
+        return optimizer_keys(name, torch_adam=torch_adam, offloaded=offloaded)[1]
+
+    assert {"AdamW", "Muon", "Lion", "Lamb", "SGD"} <= set(optimizer_keys("Lion", torch_adam=False, offloaded=False)[0])
+    assert {"lr", "betas", "eps", "weight_decay", "torch_adam"} <= keys_of("AdamW")
+    assert "fused" in keys_of("AdamW", torch_adam=True)
+    assert "fused" not in keys_of("AdamW")  # DeepSpeed's FusedAdam would raise a TypeError
+    assert "adam_w_mode" not in keys_of("AdamW")  # AdamW ignores it
+    assert "adam_w_mode" in keys_of("Adam")
+    assert {"muon_lr", "adam_lr", "momentum"} <= keys_of("Muon")
+    assert "momentum" in keys_of("SGD")
+    assert keys_of("AdmaW") is None
+    assert keys_of("MuAdam") is None
 
 
 def test_where_deepspeed_itself_understands_auto():

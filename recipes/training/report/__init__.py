@@ -17,6 +17,7 @@ lines that it writes from there on replace the ones of the abandoned attempt.
 """
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from recipes.config.errors import UserError
@@ -51,6 +52,7 @@ def save_page(runs: list[RunRecord], output: Path) -> Path:
         partial.write_text(build_page(runs), encoding="utf-8")
         os.replace(partial, output)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink()
         raise UserError(f"--output {output}: cannot be written ({error.strerror}); name another file") from error
     return output

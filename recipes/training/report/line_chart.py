@@ -152,7 +152,9 @@ class _Axis:
         low, high = float(values.min()), float(values.max())
         middle = float(np.median(values))
         if chart.scale == "log2" and low > 0:
-            low, high = 2.0 ** (math.floor(math.log2(low)) - 0.3), 2.0 ** (math.ceil(math.log2(high)) + 0.3)
+            bottom, top = math.floor(math.log2(low)), math.ceil(math.log2(high))
+            around = 1.3 if bottom == top else 0.3  # room for three ticks around a scale that never moves
+            low, high = 2.0 ** (bottom - around), 2.0 ** (top + around)
             return cls("log2", low, high, log_ticks(low, high, 2, 6), None)
         if chart.scale == "auto" and low > 0 and high > 30 * middle:
             low, high = low / 1.15, high * 1.15

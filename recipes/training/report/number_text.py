@@ -70,7 +70,7 @@ def log_ticks(low: float, high: float, base: int, count: int) -> list[float]:
     if base == 10 and len(ticks) < 3:
         fine = [factor * 10.0**exponent for exponent in range(first - 1, last + 1) for factor in (1, 2, 5)]
         ticks = [tick for tick in fine if low * 0.999 <= tick <= high * 1.001]
-    return ticks if len(ticks) >= 2 else [low, high]
+    return ticks
 
 
 def tick_labels(ticks: list[float]) -> list[str]:
@@ -83,7 +83,9 @@ def tick_labels(ticks: list[float]) -> list[str]:
 
 
 def power_labels(ticks: list[float]) -> list[str]:
-    """Labels of powers of two: 65536 -> 2¹⁶."""
+    """Labels of powers of two: small ones as they are, 65536 -> 2¹⁶ once they are large."""
+    if ticks[-1] <= 4096:
+        return tick_labels(ticks)
     superscripts = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
     return ["2" + str(round(math.log2(tick))).translate(superscripts) for tick in ticks]
 

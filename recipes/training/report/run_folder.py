@@ -217,10 +217,14 @@ def _is_number(value: Any) -> bool:
 
 
 def _to_float(value: int | float | None) -> float:
+    """A float that can be squared and divided without overflow; null is NaN."""
     try:
-        return math.nan if value is None else float(value)
+        number = math.nan if value is None else float(value)
     except OverflowError:  # an int that no float holds
         return math.inf
+    if abs(number) > 1e150:
+        return math.inf
+    return 0.0 if abs(number) < 1e-150 else number
 
 
 def _expert_shares(value: Any) -> dict[str, list[float]]:

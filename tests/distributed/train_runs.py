@@ -1,0 +1,22 @@
+"""Run several pre-training runs in one process, one after another: `python train_runs.py JSON_LIST_OF_ARGUMENT_LISTS`.
+
+Starting a process costs more than a tiny run; the way through `recipes/pretrain.py` is otherwise the command's own.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from recipes.cluster.launch import quiet_deepspeed, read_launch, stop_process_group
+from recipes.config.run_config import parse_pretrain_config
+
+if __name__ == "__main__":
+    quiet_deepspeed()
+    from recipes.training.plan_run import plan_run
+    from recipes.training.pretraining import pretrain
+
+    for arguments in json.loads(Path(sys.argv[1]).read_text()):
+        pretrain(plan_run(parse_pretrain_config(arguments), read_launch()))
+    stop_process_group()

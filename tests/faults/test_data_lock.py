@@ -1,0 +1,125 @@
+"""The lock of a preparation: one holder at a time, visible waiting, and no waiting for the dead."""
+
+import json
+import os
+import threading
+import time
+
+import pytest
+
+from recipes.data import lock
+from recipes.data.lock import held_lock, owner_record, take_over
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch):
+    monkeypatch.setattr(lock, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(lock, "HEARTBEAT_SECONDS", 0.05)
+
+
+def dead_process():
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    return pid
+
+
+def write_lock(path, **change):
+    path.write_text(json.dumps({**owner_record(), **change}))
+
+
+def test_lock_is_there_while_held_and_gone_after(tmp_path):
+    path = tmp_path / "x.lock"
+    with held_lock(path, "test"):
+        assert json.loads(path.read_text())["pid"] == os.getpid()
+        before = path.stat().st_mtime_ns
+        time.sleep(0.3)
+        assert path.stat().st_mtime_ns > before, "the heartbeat"
+    assert not list(tmp_path.iterdir())
+
+
+def test_lock_is_released_on_an_error(tmp_path):
+    with pytest.raises(RuntimeError), held_lock(tmp_path / "x.lock", "test"):
+        raise RuntimeError
+    assert not list(tmp_path.iterdir())
+
+
+def test_waiting_says_for_whom_and_what(tmp_path):
+    path = tmp_path / "x.lock"
+    write_lock(path)  # of a living process: this one
+    messages = []
+    threading.Timer(0.3, path.unlink).start()
+    started = time.monotonic()
+    with held_lock(path, "prepare the data", messages.append):
+        assert time.monotonic() - started >= 0.3
+    (message,) = messages
+    assert f"waiting for process {os.getpid()} on " in message
+    assert message.endswith(f" to prepare the data (lock {path})")
+
+
+@pytest.mark.parametrize("reaped", [True, False])
+def test_a_dead_process_loses_the_lock(tmp_path, reaped):
+    path = tmp_path / "x.lock"
+    pid = dead_process()
+    if reaped:
+        os.waitpid(pid, 0)
+    else:
+        time.sleep(0.1)  # a zombie: its parent has not asked for it
+    write_lock(path, pid=pid, started=time.time())
+    messages = []
+    with held_lock(path, "test", messages.append):
+        assert json.loads(path.read_text())["pid"] == os.getpid()
+    assert messages == [f"warning: {path}: its holder, process {pid}, is gone; taking the lock over"]
+    if not reaped:
+        os.waitpid(pid, 0)
+
+
+def test_a_pid_that_was_given_again_is_another_process(tmp_path):
+    write_lock(tmp_path / "x.lock", started=12345.0)  # our own pid, but a process that began long ago
+    messages = []
+    with held_lock(tmp_path / "x.lock", "test", messages.append):
+        assert "is gone" in messages[0]
+
+
+@pytest.mark.parametrize("content", [None, "", '{"host": 1'])
+def test_silence_proves_death_elsewhere(tmp_path, monkeypatch, content):
+    """On another host, or where the lock is unreadable, only a heartbeat that stands still does."""
+    monkeypatch.setattr(lock, "DEAD_AFTER_SECONDS", 0.4)
+    path = tmp_path / "x.lock"
+    write_lock(path, host="elsewhere")
+    if content is not None:
+        path.write_text(content)
+    stop = threading.Event()
+    beating = threading.Thread(target=lock.beat, args=(path, stop))
+    beating.start()
+    threading.Timer(0.8, stop.set).start()
+    messages = []
+    started = time.monotonic()
+    with held_lock(path, "test", messages.append):
+        assert time.monotonic() - started > 1.0  # 0.8 s of heartbeats, then 0.4 s of silence, less one beat and poll
+    beating.join()
+    assert "taking the lock over" in messages[-1]
+
+
+def test_only_one_of_many_takes_over(tmp_path):
+    path = tmp_path / "x.lock"
+    path.write_text("dead")
+    wins = []
+    threads = [
+        threading.Thread(target=lambda n=n: wins.append(take_over(path, "dead", f"waiter {n}"))) for n in range(16)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(wins) == 1 and path.read_text().startswith("waiter")
+
+
+def test_a_guard_left_by_a_dead_waiter_is_removed(tmp_path):
+    pid = dead_process()
+    os.waitpid(pid, 0)
+    write_lock(tmp_path / "x.lock", pid=pid)
+    write_lock(tmp_path / "x.lock.takeover", pid=pid)
+    with held_lock(tmp_path / "x.lock", "test", lambda message: None):
+        pass
+    assert not list(tmp_path.iterdir())
