@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.config import ModelConfig
 from model.causal_attention import SHORT_SEQUENCE, CausalAttentionFunction
+from model.config import ModelConfig
 from model.layers import RMSNorm
 from model.rope import apply_rotary, softmax_scale
 
@@ -59,7 +59,9 @@ class LatentCache:
         self, config: ModelConfig, batch_size: int, capacity: int, *, dtype: torch.dtype, device: torch.device | str
     ) -> None:
         if config.kv_lora_rank is not None:
-            shapes = [(batch_size, capacity, width) for width in (config.kv_lora_rank, config.rotary_dim)]
+            shapes: list[tuple[int, ...]] = [
+                (batch_size, capacity, width) for width in (config.kv_lora_rank, config.rotary_dim)
+            ]
         else:
             shapes = [(batch_size, config.num_attention_heads, capacity, config.rotary_dim)] * 2
         self.capacity = capacity
@@ -140,10 +142,12 @@ class MultiheadLatentAttention(nn.Module):
         rotated_key = apply_rotary(key_rope.unsqueeze(2), cos, sin, self.interleave)  # (B, S, 1, R / 2) each
         if cache is not None:
             latent, key_rope = cache.extend(self.layer_index, latent, torch.cat(rotated_key, dim=-1).squeeze(2))
-            if mask is not None:
+            # ZeRO-3 leaves an empty placeholder outside kv_b_proj's own forward; then every token is expanded again.
+            if mask is not None and self.kv_b_proj.weight.numel():
                 query_rope = torch.cat(rotated_query, dim=-1)
                 return self.o_proj(self._attend_in_latent_space(query_nope, query_rope, latent, key_rope, mask))
-        expanded = self.kv_b_proj(latent).view(batch, length, self.heads, -1)
+            rotated_key = key_rope.unsqueeze(2).chunk(2, dim=-1)
+        expanded = self.kv_b_proj(latent).unflatten(-1, (self.heads, -1))  # (B, L, N, nope + v)
         key_nope, value = expanded.split([self.nope_dim, self.value_dim], dim=-1)
         shared_key = (part.expand(-1, -1, self.heads, -1) for part in rotated_key)  # one rotated key for all heads
         key = _join_heads(key_nope, *shared_key)
@@ -156,8 +160,7 @@ class MultiheadLatentAttention(nn.Module):
         """Attention on the cached latents themselves, without expanding the keys and values of old tokens.
 
         kv_b_proj's key half is folded into the query and its value half into the output, so a new token costs L * C a
-        head instead of expanding L tokens anew. It reads kv_b_proj's weight directly: every parameter must be whole,
-        which holds for generation from a loaded model.
+        head instead of expanding L tokens anew. It reads kv_b_proj's weight outside that module's forward.
         Source: DeepSeek-V2 (arXiv 2405.04434), sec. 2.1.2 (absorbing W^UK and W^UV).
         """
         weight = self.kv_b_proj.weight.view(self.heads, self.nope_dim + self.value_dim, self.latent_dim)

@@ -8,13 +8,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 # Up to here the probabilities are kept for the backward pass: B * N * S^2 numbers a layer. Measured at S = 256, N = 4,
-# D = 64 on one core, forward and backward take 0.75 of the time of torch's fused CPU kernel in float32, 0.65 in bfloat16.
+# D = 64 on one core, forward and backward take 0.75 of the time of torch's fused kernel in float32, 0.65 in bfloat16.
 SHORT_SEQUENCE = 512
 _BLOCK = 64  # queries that share a matrix product; the keys after them are left out
 
 
 class CausalAttentionFunction(torch.autograd.Function):
-    """softmax(query key^T * scale) value with the future masked, block of queries by block; softmax in at least float32.
+    """softmax(query key^T * scale) value, the future masked, block of queries by block; softmax in at least float32.
 
     query, key: (B, N, S, D). value: (B, N, S, Dv). Returns (B, N, S, Dv).
     """

@@ -111,6 +111,8 @@ class ModelConfig:
         faults = architecture_faults(dataclasses.asdict(self))
         if faults:
             raise ConfigError(faults)
+        if self.num_key_value_heads is None:
+            object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
 
     @property
     def uses_latent_attention(self) -> bool:
@@ -196,8 +198,9 @@ class ModelConfig:
         values: dict[str, Any] = {"architectures": [_ARCHITECTURES[self.model_type]]}
         values |= {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
         extras = values.pop("extras")
-        # transformers' V2 class reads an absent q_lora_rank as 1536, so null has to be written out.
-        return values | {"q_lora_rank": self.q_lora_rank, "num_key_value_heads": self.num_attention_heads} | extras
+        # transformers' classes have defaults of their own for these: an absent q_lora_rank would be 1536.
+        written_out = ("q_lora_rank", "bos_token_id", "eos_token_id", "pad_token_id")
+        return values | {key: getattr(self, key) for key in written_out} | extras
 
 
 def _merge_rope(fields: dict[str, Any], rope_parameters: dict[str, Any] | None) -> None:

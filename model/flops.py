@@ -37,14 +37,14 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
 def flops_per_token(config: ModelConfig, seq_length: int) -> dict[str, float]:
     """Forward FLOPs of one token by part: two for each multiply-add of a matrix product, nothing else.
 
-    The two products of attention count the whole square of the sequence, as torch's FlopCounterMode and the usual model
-    FLOPs utilization (PaLM, arXiv 2204.02311, appendix B) do; a causal kernel does half of them.
+    Attention counts the tokens that causality lets a query see, (seq_length + 1) / 2 in the mean: what a causal kernel
+    has to do. Counts that take the whole square come to twice as much for attention_scores.
 
     Args:
         seq_length: tokens of each sequence, [tokens].
     Returns:
-        attention_projections, attention_scores, dense, router, experts, shared_experts, head: the main model's; and mtp:
-        the MTP layers with their use of the shared head.
+        attention_projections, attention_scores, dense, router, experts, shared_experts, head: the main model's; and
+        mtp: the MTP layers with their use of the shared head.
     """
     parts = dict.fromkeys(
         ("attention_projections", "attention_scores", "dense", "router", "experts", "shared_experts"), 0.0
@@ -108,7 +108,7 @@ def _layer_flops(config: ModelConfig, index: int, seq_length: int) -> dict[str, 
     heads = config.num_attention_heads
     flops = {
         "attention_projections": 2.0 * _attention_matrices(config),
-        "attention_scores": 2.0 * seq_length * heads * (config.qk_head_dim + config.value_head_dim),
+        "attention_scores": (seq_length + 1.0) * heads * (config.qk_head_dim + config.value_head_dim),
     }
     if not config.is_moe_layer(index):
         return flops | {"dense": 6.0 * config.hidden_size * config.intermediate_size}
@@ -123,30 +123,31 @@ def main(argv: list[str] | None = None) -> int:
     """Print an architecture's counts; 2 on a config that cannot be read."""
     parser = argparse.ArgumentParser(prog="python -m model.flops", description=__doc__)
     parser.add_argument("model", help="a preset's name, or a config.json")
-    parser.add_argument("--seq_length", type=int, default=4096, help="tokens of a sequence (default 4096)")
+    parser.add_argument("--seq_length", type=int, help="tokens of a sequence (default: 4096 or what the model takes)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(argv)
     try:
-        if args.seq_length < 1:
-            raise ConfigError([f"--seq_length: must be at least 1, got {args.seq_length}"])
         config = load_model_config(args.model)
+        seq_length = min(4096, config.max_position_embeddings) if args.seq_length is None else args.seq_length
+        if seq_length < 1:
+            raise ConfigError([f"--seq_length: must be at least 1, got {seq_length}"])
     except ConfigError as error:
         for fault in error.faults:
             print(f"error: {fault}", file=sys.stderr)
         return 2
-    parameters, forward = count_parameters(config), flops_per_token(config, args.seq_length)
-    training = training_flops_per_token(config, args.seq_length)
+    parameters, forward = count_parameters(config), flops_per_token(config, seq_length)
+    training = training_flops_per_token(config, seq_length)
     if args.json:
         result = {
             "parameters": parameters._asdict(),
-            "seq_length": args.seq_length,
+            "seq_length": seq_length,
             "forward_flops_per_token": forward,
             "training_flops_per_token": training,
         }
         print(json.dumps(result, indent=2))
         return 0
     print(f"parameters       {parameters.total:>20,}   active per token {parameters.active:,}   MTP {parameters.mtp:,}")
-    print(f"forward FLOPs per token at {args.seq_length:,} tokens a sequence")
+    print(f"forward FLOPs per token at {seq_length:,} tokens a sequence")
     for part, flops in forward.items():
         print(f"  {part:<22} {flops:>20,.0f}   {flops / sum(forward.values()):6.1%}")
     print(f"training FLOPs per token {training:,.0f}")

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 IGNORE_INDEX = -100
+_CHUNK_BYTES = 128 << 20  # of logits held at a time, were they float32
 
 # Shape letters: R rows (predictions), H hidden, V vocabulary, P parts (the main prediction and each MTP depth).
 
@@ -43,11 +44,14 @@ class LMHead(nn.Module):
         return _CrossEntropyFunction.apply(hidden, self.weight, labels, parts, weights)
 
 
-def _chunk_rows(device: torch.device, vocab_size: int) -> int:
-    """How many rows' logits to hold at a time: on a CPU what its caches like, on a GPU half a gigabyte in float32."""
-    if device.type == "cpu":
-        return 256
-    return max(256, (1 << 27) // vocab_size)
+def _rows_at_a_time(device: torch.device, vocab_size: int) -> tuple[int, int]:
+    """How many rows' logits are held at a time, as gradients in the head's dtype, and of these in at least float32.
+
+    The first bounds the memory, but takes rows enough for a matrix product to pay; the second is what a CPU's caches
+    like, and on a GPU all of them.
+    """
+    block = max(256, _CHUNK_BYTES // (4 * vocab_size))
+    return block, 256 if device.type == "cpu" else block
 
 
 class _CrossEntropyFunction(torch.autograd.Function):
@@ -59,40 +63,36 @@ class _CrossEntropyFunction(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, parts: list[int], weights: list[float]
     ) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(hidden.dtype, torch.float32)
+        valid = labels != IGNORE_INDEX
+        targets = labels.masked_fill(~valid, 0).unsqueeze(-1)  # (R, 1)
+        row_weights = torch.cat([valid.new_full((n,), w, dtype=wide) for n, w in zip(parts, weights, strict=True)])
+        row_weights.mul_(valid)
+        losses = hidden.new_empty(labels.shape, dtype=wide)
         differentiates = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         grad_hidden = torch.empty_like(hidden) if differentiates else None
-        grad_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if differentiates else None
-        row_weights = torch.repeat_interleave(
-            torch.tensor(weights, dtype=wide), torch.tensor(parts), output_size=labels.numel()
-        ).to(labels.device, non_blocking=True)
-        valid = labels != IGNORE_INDEX
-        row_weights = row_weights * valid
-        targets = labels.masked_fill(~valid, 0).unsqueeze(-1)  # (R, 1)
-        losses = hidden.new_empty(labels.shape, dtype=wide)
-        chunk = _chunk_rows(hidden.device, weight.shape[0])
-        for start in range(0, labels.numel(), chunk):
-            piece = slice(start, start + chunk)
-            logits = (hidden[piece] @ weight.mT).to(wide)  # (chunk, V)
-            highest = logits.amax(-1, keepdim=True)
-            target_logits = logits.gather(1, targets[piece]) - highest
-            exponentials = logits.sub_(highest).exp_()
-            total = exponentials.sum(-1, keepdim=True)
-            losses[piece] = (total.log() - target_logits).squeeze(-1)
-            if grad_hidden is None or grad_weight is None:
-                continue
-            scale = row_weights[piece].unsqueeze(-1)
-            grad_logits = exponentials.mul_(scale / total).scatter_add_(1, targets[piece], -scale).to(hidden.dtype)
-            torch.mm(grad_logits, weight, out=grad_hidden[piece])
-            if wide == hidden.dtype:
-                torch.addmm(grad_weight, grad_logits.mT, hidden[piece], out=grad_weight)
-            else:
-                grad_weight.add_(grad_logits.mT @ hidden[piece])
-        ctx.save_for_backward(grad_hidden, grad_weight)
+        grad_weight = None
+        block, chunk = _rows_at_a_time(hidden.device, weight.shape[0])
+        buffer = hidden.new_empty(min(block, labels.numel()), weight.shape[0])
+        for block_start in range(0, labels.numel(), block):
+            rows = slice(block_start, min(block_start + block, labels.numel()))
+            grad_logits = buffer[: rows.stop - rows.start]
+            for start in range(rows.start, rows.stop, chunk):
+                piece = slice(start, min(start + chunk, rows.stop))
+                logits = torch.mm(
+                    hidden[piece], weight.mT, out=grad_logits[start - rows.start : piece.stop - rows.start]
+                )
+                losses[piece] = _losses_and_gradients(logits, targets[piece], row_weights[piece].unsqueeze(-1), wide)
+            if grad_hidden is not None:
+                torch.mm(grad_logits, weight, out=grad_hidden[rows])
+                product = grad_logits.mT @ hidden[rows]
+                # Over several blocks the sum is kept wide; one block is summed wide inside the product.
+                grad_weight = product if grad_weight is None else grad_weight.to(wide).add_(product)
         losses.mul_(valid)
         total_loss = (losses * row_weights).sum()
         sums = torch.stack([part.sum() for part in losses.split(parts)])
         ctx.mark_non_differentiable(sums)
         ctx.weight_dtype = weight.dtype
+        ctx.save_for_backward(grad_hidden, grad_weight)
         return total_loss, sums
 
     @staticmethod
@@ -101,3 +101,15 @@ class _CrossEntropyFunction(torch.autograd.Function):
         grad_hidden, grad_weight = ctx.saved_tensors
         grad_hidden = (grad_hidden * grad_total).to(grad_hidden.dtype)
         return grad_hidden, grad_weight.mul_(grad_total).to(ctx.weight_dtype), None, None, None
+
+
+def _losses_and_gradients(logits: Tensor, targets: Tensor, row_weights: Tensor, wide: torch.dtype) -> Tensor:
+    """Cross-entropy of each row (R,) [nats]; row_weights (R, 1) times its gradient overwrites the logits (R, V)."""
+    exponentials = logits.to(wide)  # the logits themselves where they are wide enough
+    highest = exponentials.amax(-1, keepdim=True)
+    target_logits = exponentials.gather(1, targets) - highest
+    total = exponentials.sub_(highest).exp_().sum(-1, keepdim=True)
+    exponentials.mul_(row_weights / total).scatter_add_(1, targets, -row_weights)
+    if exponentials is not logits:
+        logits.copy_(exponentials)
+    return (total.log() - target_logits).squeeze(-1)

@@ -1,4 +1,4 @@
-"""Run the repository's commands as a user does, in processes of their own, bounded in time and leaving nothing behind."""
+"""Run the repository's commands as a user does, in processes of their own, bounded in time."""
 
 import json
 import os
@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +38,8 @@ def environment(**extra: str) -> dict[str, str]:
     launch = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
     clean = {name: value for name, value in os.environ.items() if name not in launch}
     clean["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), clean.get("PATH", "")])
-    return clean | extra
+    # Tiny shapes gain nothing from threads, and several ranks share the cores.
+    return {"OMP_NUM_THREADS": "1"} | clean | extra
 
 
 def run(words: list[str], *, timeout: float = 300, cwd: Path = REPOSITORY, **extra: str) -> Finished:
@@ -74,13 +76,11 @@ def run_deepspeed(words: list[str], *, ranks: int | None = None, **keywords) -> 
 def metrics(run_folder: Path, *, evaluation: bool = False) -> list[dict]:
     """The lines of a run's metrics.jsonl: training steps, or evaluations."""
     lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if ("eval_loss" in line) == evaluation]
+    return [line for line in lines if ("eval_loss" if evaluation else "loss") in line]
 
 
 def run_ranks(words: list[str], *, ranks: int, **keywords) -> list[Finished]:
     """The same Python command on every rank of one host, without a launcher; all must succeed."""
-    from concurrent.futures import ThreadPoolExecutor
-
     job = {
         "WORLD_SIZE": str(ranks),
         "LOCAL_SIZE": str(ranks),

@@ -19,19 +19,19 @@ class Activations:
 
     Args:
         kept: from the forward pass to the backward pass, besides the head's.
-        recomputed: of the one layer that a recomputing backward pass has in work; 0 without recomputation.
-        working: that the largest layer needs besides, while it runs.
-        logits: of the head: its gradients, kept in float32 until the backward pass, and a chunk of logits.
+        layer: what the largest layer's backward pass has besides: its recomputed activations, where they were not
+            kept, and what it works on.
+        logits: of the head: a chunk of logits, and the gradients that it computes in the same pass; they are gone
+            before the first layer's backward pass begins.
     """
 
     kept: int
-    recomputed: int
-    working: int
+    layer: int
     logits: int
 
     @property
-    def total(self) -> int:
-        return self.kept + self.recomputed + self.working + self.logits
+    def peak(self) -> int:
+        return self.kept + max(self.layer, self.logits)
 
 
 def activation_bytes(
@@ -69,14 +69,10 @@ def activation_bytes(
     # the router's weight in float32, once for each layer whose activations are kept
     router = (config.n_routed_experts or 0) * hidden * (_WIDE if element_bytes < _WIDE else 0)
     routers = sum(main + depths) if checkpointing == "none" else 1
-    rows = tokens * (1 + len(depths))
-    table = config.vocab_size * hidden
-    logits = rows * hidden * element_bytes + table * (_WIDE + element_bytes) + _logits_chunk(config, rows)
     return Activations(
         kept=kept * tokens + once + router * routers,
-        recomputed=recomputed * tokens,
-        working=working * tokens,
-        logits=logits,
+        layer=(recomputed + working) * tokens,
+        logits=_head(config, tokens * (1 + len(depths)), element_bytes),
     )
 
 
@@ -137,6 +133,19 @@ def _experts(config: ModelConfig, element_bytes: int) -> tuple[int, int]:
     return router + routed + shared, working
 
 
-def _logits_chunk(config: ModelConfig, rows: int) -> int:
-    """The float32 logits that the head holds at a time, and their gradient in the compute dtype beside them."""
-    return 2 * min(LOGITS_CHUNK_BYTES, rows * config.vocab_size * _WIDE)
+def _head(config: ModelConfig, rows: int, element_bytes: int) -> int:
+    """The head's rows and their gradients, a chunk of logits, and the gradient of the vocabulary's table in float32.
+
+    Args:
+        rows: predictions of the micro-batch, those of the MTP depths included.
+    """
+    table = config.vocab_size * config.hidden_size
+    chunk = min(LOGITS_CHUNK_BYTES, rows * config.vocab_size * _WIDE)
+    half = element_bytes < _WIDE
+    # in half precision a chunk's gradient and its product with the rows are made in it, and then added in float32
+    return (
+        2 * rows * config.hidden_size * element_bytes
+        + table * _WIDE
+        + chunk
+        + ((chunk + table * _WIDE) * element_bytes // _WIDE if half else 0)
+    )

@@ -33,7 +33,8 @@ def device_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 def measured_matmul_flops(device: torch.device, dtype: torch.dtype, size: int = 2048, repeats: int = 4) -> float:
     """Best rate of a size-cubed matrix product [FLOP/s]."""
-    a = torch.randn(size, size, device=device).to(dtype)
+    generator = torch.Generator(device).manual_seed(0)  # the run's own random state stays as it is
+    a = torch.randn(size, size, device=device, generator=generator).to(dtype)
     best = math.inf
     for _ in range(repeats):
         begin = time.perf_counter()
@@ -99,6 +100,8 @@ class MetricsWriter:
         if self._path.exists():
             self._drop_after(resumed_step)
         self._file = self._path.open("a")
+        if resumed_step:
+            self.write_event("resume", resumed_step)
 
     def _drop_after(self, step: int) -> None:
         """Forget steps that will be taken again, and a last line that a crash cut short."""
@@ -112,6 +115,11 @@ class MetricsWriter:
         aside = self._path.with_suffix(".jsonl.partial")
         aside.write_text("".join(kept))
         aside.replace(self._path)
+
+    def write_event(self, event: str, step: int, **details: Any) -> None:
+        """Write a line that is no measurement: a resume, a spike."""
+        self._file.write(json.dumps({"event": event, "step": step, **details}) + "\n")
+        self._file.flush()
 
     def write(self, line: dict[str, Any]) -> None:
         """Write one line; values that are not finite become null, as JSON has no NaN."""

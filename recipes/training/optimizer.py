@@ -1,30 +1,38 @@
-"""Parameter groups: which parameters decay."""
+"""Parameter groups: which parameters decay.
+
+The optimizer itself is DeepSpeed's, as the ds_config names it; it gets these groups. A group's `name` and `weight_decay`
+go through every ZeRO stage. With Muon, DeepSpeed splits each group again: hidden matrices (the routed experts' too) to
+Muon, embeddings, head, norms and biases to AdamW, each with its group's weight decay.
+"""
 
 from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
+DECAYED, NOT_DECAYED = "decayed", "not_decayed"
+
 
 def parameter_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
-    """Split parameters into decayed matrices and the rest (norms, biases, embeddings).
+    """Split parameters into decayed matrices and the rest: norms, biases and embeddings.
 
     Args:
         named_parameters: as `model.named_parameters()` gives them; frozen ones are left out.
-        weight_decay: of the matrices [1/step, times lr].
+        weight_decay: of the matrices, times the learning rate [1/step].
     Returns:
-        Groups with `params`, `names` and `weight_decay`; no group is empty.
+        Groups with `params`, their `names`, `weight_decay` and a `name`; no group is empty.
+    Source: V3 sec. 4.2, V2 sec. 3.1, MoE sec. 5.1, LLM sec. 2.3: weight decay 0.1. Which parameters are left out is
+        not stated there: a norm's weight is a scale, and an embedding's row decays also in the steps that never read it.
     """
-    decayed: list[tuple[str, nn.Parameter]] = []
-    kept: list[tuple[str, nn.Parameter]] = []
+    members: dict[str, list[tuple[str, nn.Parameter]]] = {DECAYED: [], NOT_DECAYED: []}
     for name, parameter in named_parameters:
         if parameter.requires_grad:
             # ZeRO-3 leaves an empty tensor in place of the weight and keeps the shape in ds_shape.
-            matrix = len(getattr(parameter, "ds_shape", parameter.shape)) >= 2 and "embed_tokens" not in name
-            (decayed if matrix else kept).append((name, parameter))
-    groups = [(decayed, weight_decay), (kept, 0.0)]
+            matrix = len(getattr(parameter, "ds_shape", parameter.shape)) >= 2
+            members[DECAYED if matrix and "embed_tokens" not in name else NOT_DECAYED].append((name, parameter))
+    decay = {DECAYED: weight_decay, NOT_DECAYED: 0.0}
     return [
-        {"params": [p for _, p in members], "names": [n for n, _ in members], "weight_decay": decay}
-        for members, decay in groups
-        if members
+        {"params": [p for _, p in group], "names": [n for n, _ in group], "weight_decay": decay[name], "name": name}
+        for name, group in members.items()
+        if group
     ]

@@ -1,13 +1,16 @@
 """One pre-training run from its plan to its report."""
 
+import contextlib
 import json
+import random
 import time
 from typing import Any
 
+import numpy
 import torch
 
 from recipes.cluster.launch import set_cpu_threads, start_process_group
-from recipes.config.errors import EXIT_SUCCESS
+from recipes.config.errors import EXIT_SUCCESS, UserError
 from recipes.data.loader import TrainingData
 from recipes.training.checkpoint import TrainingState, load_checkpoint
 from recipes.training.data_sources import open_sources
@@ -41,6 +44,7 @@ def pretrain(plan: RunPlan) -> int:
         prepare_run_folder(plan.folder, plan.config.resume, plan.config.overwrite)
         write_run_files(plan)
     torch.distributed.barrier()
+    seed_everything(plan.config.seed + plan.launch.rank)
     engine = build_engine(
         build_model(plan.model, plan.resolved.config, plan.config.seed),
         plan.resolved.config,
@@ -68,6 +72,13 @@ def pretrain(plan: RunPlan) -> int:
     return EXIT_SUCCESS
 
 
+def seed_everything(seed: int) -> None:
+    """Seed what draws at random outside our own seeded generators (libraries, dropout): differently on each rank."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
 def _from_all_ranks(text: str) -> list[str]:
     texts: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(texts, text)
@@ -76,7 +87,8 @@ def _from_all_ranks(text: str) -> list[str]:
 
 def _conclude(plan: RunPlan, evaluation: Evaluation | None, sample: str | None, seconds: float) -> None:
     """Write the report and print where everything is."""
-    write_report([plan.folder], plan.folder / "report.html")
+    with contextlib.suppress(UserError):  # nothing was logged, so there is nothing to report
+        write_report([plan.folder], plan.folder / "report.html")
     print("\n".join(result_lines(plan, evaluation, sample, seconds)), flush=True)
     if plan.config.json:
         result = {"output_dir": str(plan.folder), "steps": plan.resolved.max_steps, "seconds": seconds}

@@ -19,8 +19,8 @@ def losses(tmp_path_factory, small_corpus, small_model):
         for stage in STAGES:
             runs.append(
                 f"--model {small_model} --data {small_corpus} --max_steps {STEPS} --seq_length 32 "
-                f"--global_batch_size 8 --output_dir {folder}/{ranks}_{stage} --resume never "
-                f"--set zero_optimization.stage={stage} train_micro_batch_size_per_gpu=2".split()
+                f"--global_batch_size 16 --output_dir {folder}/{ranks}_{stage} --resume never "
+                f"--set zero_optimization.stage={stage} train_micro_batch_size_per_gpu=4".split()
             )
         listing = folder / f"{ranks}.json"
         listing.write_text(json.dumps(runs))

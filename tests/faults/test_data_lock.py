@@ -81,10 +81,10 @@ def test_a_pid_that_was_given_again_is_another_process(tmp_path):
         assert "is gone" in messages[0]
 
 
-@pytest.mark.parametrize("content", [None, "", '{"host": 1'])
+@pytest.mark.parametrize("content", [None, '{"host": 1'])
 def test_silence_proves_death_elsewhere(tmp_path, monkeypatch, content):
     """On another host, or where the lock is unreadable, only a heartbeat that stands still does."""
-    monkeypatch.setattr(lock, "DEAD_AFTER_SECONDS", 0.4)
+    monkeypatch.setattr(lock, "DEAD_AFTER_SECONDS", 0.8)
     path = tmp_path / "x.lock"
     write_lock(path, host="elsewhere")
     if content is not None:
@@ -92,11 +92,11 @@ def test_silence_proves_death_elsewhere(tmp_path, monkeypatch, content):
     stop = threading.Event()
     beating = threading.Thread(target=lock.beat, args=(path, stop))
     beating.start()
-    threading.Timer(0.8, stop.set).start()
+    threading.Timer(1.0, stop.set).start()
     messages = []
     started = time.monotonic()
     with held_lock(path, "test", messages.append):
-        assert time.monotonic() - started > 1.0  # 0.8 s of heartbeats, then 0.4 s of silence, less one beat and poll
+        assert time.monotonic() - started > 1.4  # 1.0 s of heartbeats, then 0.8 s of silence, less a few beats and polls
     beating.join()
     assert "taking the lock over" in messages[-1]
 

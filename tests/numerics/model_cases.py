@@ -37,7 +37,7 @@ V3 = {
     "norm_topk_prob": True,
     "routed_scaling_factor": 2.5,
     "first_k_dense_replace": 1,
-    "max_position_embeddings": 64,
+    "max_position_embeddings": 163840,
     "num_nextn_predict_layers": 0,
     "balance_loss_alpha": 0.0,
 }

@@ -1,7 +1,7 @@
 """The architecture once more, in float64, as loops over tokens, heads and experts, written from the papers' equations.
 
-Nothing here is shared with model/: parameters come as a dict of tensors by their names in Hugging Face's layout, and the
-configuration as a plain dict in config.json's names. "V3" is arXiv 2412.19437, "V2" arXiv 2405.04434.
+Nothing here is shared with model/: parameters come as a dict of tensors by their names in Hugging Face's layout, and
+the configuration as a plain dict in config.json's names. "V3" is arXiv 2412.19437, "V2" arXiv 2405.04434.
 """
 
 import math

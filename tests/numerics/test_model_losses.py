@@ -113,9 +113,9 @@ def test_a_sequence_too_short_for_the_depth_is_refused():
         model(random_ids(1, 2), random_ids(1, 2))
 
 
-@pytest.mark.parametrize("rows", [1, 5, 23, 256])
+@pytest.mark.parametrize("rows", [(1, 1), (10, 4), (23, 5), (256, 256)])
 def test_chunks_do_not_change_the_cross_entropy(rows, monkeypatch):
-    monkeypatch.setattr(losses, "_chunk_rows", lambda device, vocab_size: rows)
+    monkeypatch.setattr(losses, "_rows_at_a_time", lambda device, vocab_size: rows)
     generator = torch.Generator().manual_seed(0)
     head = LMHead(16, 61).double()
     with torch.no_grad():
@@ -185,7 +185,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 def test_memory_of_the_loss(dtype):
     """Vocabulary 129,280, 4,096 tokens, hidden 512, forward and backward: at most 1.5 GB above weights and inputs.
 
-    Whole float32 logits alone would be 2.1 GB. Peak resident memory of a process of its own; the weight's gradient counts.
+    Whole float32 logits alone would be 2.1 GB. The peak resident memory of a process of its own; the gradients count.
     """
     root = str(Path(__file__).resolve().parents[2])
     script = _MEMORY_SCRIPT.format(root=root, dtype=dtype)
