@@ -11,11 +11,11 @@ pretrain: $(VENV)/.ready
 
 setup: $(VENV)/.ready
 
-# Installs the pinned packages and compiles, once, DeepSpeed's op that CPU ranks on one host talk through.
+# Installs the pinned packages, and compiles, once, whatever DeepSpeed ops the CPU's ds_config needs.
 $(VENV)/.ready: requirements.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --requirement requirements.txt
-	$(BIN)/python -m recipes.cluster.op_builds
+	$(BIN)/python -m recipes.cluster.op_builds ds_configs/cpu.json
 	touch $@
 
 $(VENV)/.ready-test: $(VENV)/.ready tests/requirements.txt

@@ -139,7 +139,9 @@ class MultiheadLatentAttention(nn.Module):
         rotated_query = apply_rotary(query_rope, cos, sin, self.interleave)
         latent, key_rope = self.kv_a_proj_with_mqa(hidden).split([self.latent_dim, self.rope_dim], dim=-1)
         latent = self.kv_a_layernorm(latent)  # (B, S, C)
-        rotated_key = apply_rotary(key_rope.unsqueeze(2), cos, sin, self.interleave)  # (B, S, 1, R / 2) each
+        rotated_key: tuple[Tensor, ...] = apply_rotary(
+            key_rope.unsqueeze(2), cos, sin, self.interleave
+        )  # (B, S, 1, R / 2)
         if cache is not None:
             latent, key_rope = cache.extend(self.layer_index, latent, torch.cat(rotated_key, dim=-1).squeeze(2))
             # ZeRO-3 leaves an empty placeholder outside kv_b_proj's own forward; then every token is expanded again.

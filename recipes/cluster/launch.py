@@ -4,11 +4,11 @@ import os
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
+from typing import Any
 
 import torch
 
-from recipes.cluster.op_builds import prepare_shared_memory_op
+from recipes.cluster.op_builds import prepare_op_builds
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,9 @@ def _complete_environment(launch: Launch) -> None:
             os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
 
 
-def start_process_group(launch: Launch, timeout: timedelta = timedelta(minutes=30)) -> torch.device:
+def start_process_group(
+    launch: Launch, ds_config: dict[str, Any], timeout: timedelta = timedelta(minutes=30)
+) -> torch.device:
     """Join the process group, unless this process is in one, and return this rank's device.
 
     Raises:
@@ -91,25 +93,13 @@ def start_process_group(launch: Launch, timeout: timedelta = timedelta(minutes=3
     if torch.distributed.is_initialized():
         return device
     _complete_environment(launch)
-    prepare_shared_memory_op(launch.local_world_size, on_cpu=device.type == "cpu")
+    prepare_op_builds(ds_config, device.type)
     import deepspeed
 
     if device.type == "cuda":
         torch.cuda.set_device(device)
     deepspeed.init_distributed(timeout=timeout, verbose=False)
-    torch.distributed.barrier()
-    _unlink_shared_memory(launch.rank)
     return device
-
-
-def _unlink_shared_memory(rank: int) -> None:
-    """Drop the name of DeepSpeed's CPU all-reduce buffer, 69 MB a rank, that it leaves in /dev/shm.
-
-    After the barrier every rank has mapped every buffer, so the memory lives exactly as long as the processes,
-    however they end.
-    """
-    owner = f"{os.getuid()}_{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}"
-    Path(f"/dev/shm/deepspeed_allreduce_buffer_{owner}_{rank}").unlink(missing_ok=True)
 
 
 def stop_process_group() -> None:

@@ -1,14 +1,15 @@
-"""DeepSpeed's ops that are compiled at run time: where they are built, and locks of builds that were killed."""
+"""DeepSpeed's ops that are compiled at run time: which a run needs, where they are built, and locks of killed builds."""
 
 import os
 import shutil
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
-from recipes.config.errors import UserError, run_command
+from recipes.config.ds_config import load_ds_config
+from recipes.config.errors import EXIT_SUCCESS, UserError, run_command
 
-SHARED_MEMORY_OP = "deepspeed_shm_comm"
 # torch's build lock holds no owner. A calm build takes half a minute, so a lock with no process of this host at work
 # in its folder is left over from a killed build once it is older than this.
 STALE_LOCK_SECONDS = 60
@@ -23,6 +24,70 @@ def extensions_folder() -> Path:
     in_environment = sys.prefix != sys.base_prefix
     default = Path(sys.prefix) if in_environment else Path.home() / ".cache" / "deepseek_recipes"
     return Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(default / "torch_extensions")))
+
+
+def needed_ops(ds_config: dict[str, Any]) -> list[str]:
+    """The ops that DeepSpeed will compile for a resolved ds_config, by the names of their build folders."""
+    optimizer = ds_config.get("optimizer", {})
+    devices = {
+        ds_config.get("zero_optimization", {}).get(f"offload_{part}", {}).get("device", "none")
+        for part in ("optimizer", "param")
+    }
+    adam = optimizer.get("type", "").lower() in ("adam", "adamw") and not optimizer["params"].get("torch_adam", False)
+    ops = []
+    if adam:
+        ops.append("cpu_adam" if devices & {"cpu", "nvme"} else "fused_adam")
+    if "nvme" in devices:
+        ops.append("async_io")
+    return ops
+
+
+def prepare_op_builds(ds_config: dict[str, Any], device_type: str) -> None:
+    """See to it that no op's build can hang this run; call before the process group starts.
+
+    Raises:
+        UserError: a lock of a killed build is in the way.
+    """
+    folder = extensions_folder()
+    # The venv's bin is not on PATH when python is called by its path; DeepSpeed looks for ninja there.
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    for op in needed_ops(ds_config):
+        wait_for_build_lock(folder / op / "lock")
+    if device_type == "cpu":
+        _leave_out_shared_memory_op()
+
+
+def main() -> int:
+    """Build, once, the ops that a ds_config needs on this machine: `python -m recipes.cluster.op_builds FILE`."""
+    folder = extensions_folder()
+    config = load_ds_config(sys.argv[1])
+    # "auto" becomes torch's Adam wherever there is no offload (recipes/config/ds_auto.py), which needs no build
+    if config["optimizer"]["params"].get("torch_adam") == "auto" and "offload" not in str(config["zero_optimization"]):
+        config["optimizer"]["params"]["torch_adam"] = True
+    ops = needed_ops(config)
+    prepare_op_builds(config, "cpu")
+    from deepspeed.ops import op_builder
+
+    builders = {
+        "cpu_adam": op_builder.CPUAdamBuilder,
+        "fused_adam": op_builder.FusedAdamBuilder,
+        "async_io": op_builder.AsyncIOBuilder,
+    }
+    for op in ops:
+        builders[op]().load(verbose=False)
+    print(f"{sys.argv[1]}: ops built in {folder}: {', '.join(ops) or 'none needed'}")
+    return EXIT_SUCCESS
+
+
+def _leave_out_shared_memory_op() -> None:
+    """Let CPU ranks talk through gloo alone.
+
+    DeepSpeed's shared-memory all-reduce spins while it waits, so with fewer free cores than ranks a run all but stops.
+    It also costs a compilation, and leaves 69 MB a rank in /dev/shm (docs/decisions/0003-gloo-alone-on-cpu.md).
+    """
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def _someone_builds(folder: Path) -> bool:
@@ -50,13 +115,9 @@ def wait_for_build_lock(lock: Path, stale_seconds: float = STALE_LOCK_SECONDS, w
         except FileNotFoundError:
             return
         if age > stale_seconds and not _someone_builds(lock.parent):
-            raise UserError(
-                f"{lock}: left by a build that was killed ({age:.0f} s ago); delete this file and run again"
-            )
+            raise UserError(f"{lock}: left by a build that was killed {age:.0f} s ago; delete this file, run again")
         if time.monotonic() - begin > wait:
-            raise UserError(
-                f"{lock}: another process still builds this op after {wait:.0f} s; wait for it, or delete it"
-            )
+            raise UserError(f"{lock}: another process still builds this op after {wait:.0f} s; wait, or delete it")
         if not announced:
             print(f"waiting for another process to build {lock.parent.name} ({lock})", flush=True)
             announced = True
@@ -67,36 +128,6 @@ def has_compiler() -> bool:
     """Whether ninja and a C++ compiler are on PATH (ninja also beside this Python, where pip puts it)."""
     ninja = shutil.which("ninja") or (Path(sys.executable).parent / "ninja").exists()
     return bool(ninja) and shutil.which(os.environ.get("CXX", "c++")) is not None
-
-
-def prepare_shared_memory_op(local_world_size: int, on_cpu: bool) -> None:
-    """Make DeepSpeed's shared-memory all-reduce available, or tell DeepSpeed to do without.
-
-    One rank a host has nobody to share memory with, and without a compiler gloo alone works as well.
-    """
-    if not on_cpu:
-        return
-    folder = extensions_folder()
-    # The venv's bin is not on PATH when python is called by its path; DeepSpeed looks for ninja there.
-    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    if local_world_size > 1 and has_compiler():
-        wait_for_build_lock(folder / SHARED_MEMORY_OP / "lock")
-        return
-    import deepspeed.ops
-
-    deepspeed.ops.__compatible_ops__[SHARED_MEMORY_OP] = False
-
-
-def main() -> int:
-    """Build, once, what CPU training with several ranks needs (`make` calls this at set-up)."""
-    prepare_shared_memory_op(local_world_size=2, on_cpu=True)
-    if not has_compiler():
-        print("no C++ compiler: ranks on one CPU host will talk through gloo alone, which is slower")
-        return 0
-    from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
-
-    ShareMemCommBuilder().load(verbose=False)
-    return 0
 
 
 if __name__ == "__main__":

@@ -156,11 +156,8 @@ def parse_pretrain_config(argv: Sequence[str] | None = None) -> PretrainConfig:
             raise UserError(*(f"{preset}: {fault}" for fault in error.faults)) from None
     namespace, rest = parser.parse_known_args(from_preset + words)
     if rest:
-        unknown = [word for word in rest if word.startswith("-")]
-        raise UserError(
-            *(_unknown(flag.split("=")[0].lstrip("-"), known) for flag in unknown)
-            or [f"unexpected argument {rest[0]!r}; every value belongs to a flag"]
-        )
+        unknown = [_unknown(word.split("=")[0].lstrip("-"), known) for word in rest if word.startswith("-")]
+        raise UserError(*(unknown or [f"unexpected argument {rest[0]!r}; every value belongs to a flag"]))
     values = {key: value for key, value in vars(namespace).items() if key in known}
     values["set"] = values["set"] or []
     config = PretrainConfig(**values)

@@ -11,8 +11,6 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
-
 HEARTBEAT_SECONDS = 5.0
 # A holder on another host is dead when its heartbeat stood still this long by the waiter's own clock: clocks differ.
 DEAD_AFTER_SECONDS = 120.0
@@ -70,8 +68,7 @@ def wait_for_lock(path: Path, content: str, purpose: str, report: Callable[[str]
 def owner_record() -> dict[str, object]:
     """Who holds a lock: the start time tells a living process from another that was given the same pid later."""
     pid = os.getpid()
-    started = psutil.Process(pid).create_time()
-    return {"host": host_identity(), "pid": pid, "started": started, "token": uuid.uuid4().hex}
+    return {"host": host_identity(), "pid": pid, "started": start_of(pid), "token": uuid.uuid4().hex}
 
 
 def host_identity() -> str:
@@ -87,24 +84,25 @@ def death_of_holder(holder_text: str, silent_seconds: float) -> str | None:
     """Why the holder must be dead, or None while it may be alive."""
     try:
         holder = json.loads(holder_text)
-        host, pid, started = holder["host"], int(holder["pid"]), float(holder["started"])
+        host, pid, started = holder["host"], int(holder["pid"]), int(holder["started"])
     except (ValueError, KeyError, TypeError):
         # Unreadable: its writer may be about to write, so only silence proves death.
         return "its content is unreadable" if silent_seconds > DEAD_AFTER_SECONDS else None
     if host == host_identity():
-        return None if is_alive(pid, started) else f"its holder, process {pid}, is gone"
+        return None if start_of(pid) == started else f"its holder, process {pid}, is gone"
     if silent_seconds > DEAD_AFTER_SECONDS:
         return f"its holder, process {pid} on {host}, gave no sign for {DEAD_AFTER_SECONDS:.0f} s"
     return None
 
 
-def is_alive(pid: int, started: float) -> bool:
-    """Whether the process that began at `started` [seconds since the epoch] still runs; a zombie does not."""
+def start_of(pid: int) -> int | None:
+    """When a process began [clock ticks since the host's boot]; None where it is gone, or a zombie."""
     try:
-        process = psutil.Process(pid)
-        return abs(process.create_time() - started) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+        # proc(5): the fields after the command's closing bracket begin with the third, the state; the 22nd is starttime
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
 
 
 def describe_holder(holder_text: str) -> str:

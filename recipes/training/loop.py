@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from model.flops import training_flops_per_token
 from torch import Tensor
 from tqdm import tqdm
 
+from model.flops import training_flops_per_token
 from recipes.config.errors import TrainingFault
 from recipes.data.corpus import PreparedCorpus
 from recipes.data.loader import TrainingData, default_num_workers, heldout_batches, step_batches

@@ -109,7 +109,7 @@ def plan_run(config: PretrainConfig, launch: Launch) -> RunPlan:
     candidates = find_candidates(folder, config.resume)
     newest = candidates[0] if candidates else None
     if config.resume != "never":
-        check_same_run(folder, newest, model.to_dict())
+        check_same_run(folder, newest, model)
     plan = RunPlan(config, launch, device, folder, model, seq_length, source, resolved, candidates)
     if newest:
         check_same_layout(newest, read_state(newest), plan.layout)

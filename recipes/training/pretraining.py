@@ -35,7 +35,7 @@ def pretrain(plan: RunPlan) -> int:
     set_cpu_threads(plan.launch)
     # Before the process group: tokenizing may outlast its timeout.
     sources, heldout = open_sources(plan.config, plan.model)
-    start_process_group(plan.launch)
+    start_process_group(plan.launch, plan.resolved.config)
     candidates = plan.candidates
     newest = newest_verified(
         candidates, plan.config.resume != "auto", plan.launch.rank, plan.launch.world_size, _from_all_ranks

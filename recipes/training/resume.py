@@ -1,10 +1,10 @@
 """Which checkpoint a run goes on from, decided before anything is started or written."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+from model.config import ModelConfig
 from recipes.config.errors import UserError
 from recipes.training.checkpoint import (
     CheckpointError,
@@ -63,7 +63,7 @@ def _complete(checkpoint: Path) -> bool:
     return True
 
 
-def check_same_run(run: Path, checkpoint: Path | None, model_config: dict[str, Any]) -> None:
+def check_same_run(run: Path, checkpoint: Path | None, model: ModelConfig) -> None:
     """Refuse a folder, or a checkpoint, of another model.
 
     Raises:
@@ -72,10 +72,10 @@ def check_same_run(run: Path, checkpoint: Path | None, model_config: dict[str, A
     for path in (run / "model_config.json", checkpoint / "config.json" if checkpoint else None):
         if path is None or not path.is_file():
             continue
-        saved = json.loads(path.read_text())
-        different = [key for key in saved.keys() | model_config.keys() if saved.get(key) != model_config.get(key)]
+        saved, here = ModelConfig.from_file(path).to_dict(), model.to_dict()
+        different = [key for key in here if saved.get(key) != here[key]]
         if different:
-            shown = ", ".join(f"{k} {saved.get(k)} there, {model_config.get(k)} here" for k in sorted(different)[:3])
+            shown = ", ".join(f"{key} {saved.get(key)} there, {here[key]} here" for key in different[:3])
             raise UserError(f"{path}: belongs to another model ({shown}); give this run another --output_dir")
 
 

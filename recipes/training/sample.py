@@ -34,4 +34,4 @@ def sample_text(engine: Any, tokenizer_folder: Path, prompt: str = "def ", seed:
         fresh = [int(torch.multinomial(probabilities, 1, generator=generator))]
         tokens = tokens + fresh
     engine.train()
-    return tokenizer.decode(tokens, skip_special_tokens=True)
+    return str(tokenizer.decode(tokens, skip_special_tokens=True))

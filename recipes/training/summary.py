@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from model.flops import count_parameters, training_flops_per_token
-
 from recipes.config.run_config import REPOSITORY
 from recipes.training.evaluation import Evaluation
 from recipes.training.plan_run import RunPlan

@@ -46,7 +46,7 @@ def test_groups_survive_each_stage(report, stage):
 @pytest.mark.parametrize("stage", STAGES[1:])
 def test_muon_learns_alike_at_each_stage(report, stage):
     losses = report[f"Muon {stage}"]["result"]
-    assert losses[-1] < losses[0] / 4
+    assert losses[-1] < losses[0] / 3
     # its orthogonalisation runs in bfloat16, whose last digit is 1/128
     assert losses == pytest.approx(report["Muon 1"]["result"], rel=0.05, abs=0.05)
 

@@ -13,7 +13,7 @@ import deepspeed
 import torch
 
 from model.config import ModelConfig
-from recipes.cluster.launch import quiet_deepspeed
+from recipes.cluster.launch import quiet_deepspeed, read_launch, start_process_group, stop_process_group
 from recipes.training.engine import build_engine, build_model
 
 RATE, DECAY = 0.5, 0.1
@@ -66,7 +66,7 @@ def groups(engine):
 
 if __name__ == "__main__":
     quiet_deepspeed()
-    deepspeed.init_distributed("gloo")
+    start_process_group(read_launch(), ds_config(0, ADAMW))
     config = ModelConfig.from_file(sys.argv[1])
     report = {}
     for stage in (0, 1, 2, 3):
@@ -82,4 +82,4 @@ if __name__ == "__main__":
             engine.destroy()
     if torch.distributed.get_rank() == 0:
         Path(sys.argv[2]).write_text(json.dumps(report))
-    torch.distributed.destroy_process_group()
+    stop_process_group()

@@ -88,7 +88,7 @@ CASES = {
     "parquet of numbers": ("a.parquet", lambda p: save_parquet(p, [1]), ": row 0: the text is int, not a string"),
     "parquet not UTF-8": (
         "a.parquet",
-        lambda p: save_parquet(p, pa.array([b"x", b"\xff"])),
+        lambda p: save_parquet(p, pa.array([b"x", b"\xff"]).view(pa.string())),
         ": row 1: byte 0 (0xff) is not",
     ),
     "binary": ("a.exe", b"MZ\0\0", ": a binary file of no known format; jsonl, csv"),

@@ -17,6 +17,7 @@ from recipes.data.tokenizer import save_tokenizer, train_tokenizer
 from recipes.data.writer import CorpusWriter
 
 TEXTS = [f"document {number} " * (3 + number % 7) for number in range(300)]
+TEXTS += TEXTS[:30]  # duplicates, which a resumed run must know too
 
 
 @pytest.fixture(autouse=True)

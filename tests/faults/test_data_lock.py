@@ -8,7 +8,7 @@ import time
 import pytest
 
 from recipes.data import lock
-from recipes.data.lock import held_lock, owner_record, take_over
+from recipes.data.lock import held_lock, owner_record, start_of, take_over
 
 
 @pytest.fixture(autouse=True)
@@ -18,10 +18,17 @@ def hurried(monkeypatch):
 
 
 def dead_process():
+    """(pid, start) of a process that has ended; it is a zombie until it is waited for."""
+    reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
+        os.read(reader, 1)
         os._exit(0)
-    return pid
+    start = start_of(pid)
+    os.write(writer, b"x")
+    while start_of(pid) is not None:
+        time.sleep(0.01)
+    return pid, start
 
 
 def write_lock(path, **change):
@@ -60,12 +67,10 @@ def test_waiting_says_for_whom_and_what(tmp_path):
 @pytest.mark.parametrize("reaped", [True, False])
 def test_a_dead_process_loses_the_lock(tmp_path, reaped):
     path = tmp_path / "x.lock"
-    pid = dead_process()
+    pid, start = dead_process()
     if reaped:
         os.waitpid(pid, 0)
-    else:
-        time.sleep(0.1)  # a zombie: its parent has not asked for it
-    write_lock(path, pid=pid, started=time.time())
+    write_lock(path, pid=pid, started=start)
     messages = []
     with held_lock(path, "test", messages.append):
         assert json.loads(path.read_text())["pid"] == os.getpid()
@@ -75,7 +80,7 @@ def test_a_dead_process_loses_the_lock(tmp_path, reaped):
 
 
 def test_a_pid_that_was_given_again_is_another_process(tmp_path):
-    write_lock(tmp_path / "x.lock", started=12345.0)  # our own pid, but a process that began long ago
+    write_lock(tmp_path / "x.lock", started=12345)  # our own pid, but a process that began long ago
     messages = []
     with held_lock(tmp_path / "x.lock", "test", messages.append):
         assert "is gone" in messages[0]
@@ -116,10 +121,10 @@ def test_only_one_of_many_takes_over(tmp_path):
 
 
 def test_a_guard_left_by_a_dead_waiter_is_removed(tmp_path):
-    pid = dead_process()
+    pid, start = dead_process()
     os.waitpid(pid, 0)
-    write_lock(tmp_path / "x.lock", pid=pid)
-    write_lock(tmp_path / "x.lock.takeover", pid=pid)
+    write_lock(tmp_path / "x.lock", pid=pid, started=start)
+    write_lock(tmp_path / "x.lock.takeover", pid=pid, started=start)
     with held_lock(tmp_path / "x.lock", "test", lambda message: None):
         pass
     assert not list(tmp_path.iterdir())

@@ -163,7 +163,10 @@ def test_heldout_of_an_empty_split(tmp_path):
 
 
 def test_data_survives_pickling(data):
+    data.sample(5)
+    assert data.corpora[0].tokens.descriptors
     copy = pickle.loads(pickle.dumps(data))
+    assert not copy.corpora[0].tokens.descriptors, "open files belong to one process"
     assert copy.sample(5)["input_ids"].tolist() == data.sample(5)["input_ids"].tolist()
 
 

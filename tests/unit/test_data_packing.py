@@ -101,6 +101,7 @@ def test_best_fit_decreasing_by_hand():
     bins, num_bins = best_fit(np.array([2, 7, 5, 3, 4, 1, 8]), 10)
     # 8 -> bin 0 (2 left), 7 -> 1 (3 left), 5 -> 2 (5 left), 4 -> 2 (1 left), 3 -> 1 (0 left), 2 -> 0 (0), 1 -> 2 (0)
     assert num_bins == 3 and bins.tolist() == [0, 1, 2, 1, 2, 2, 0]
+    assert best_fit(np.array([8, 5, 2]), 10)[0].tolist() == [0, 1, 0], "the tightest room, not the widest"
 
 
 def naive_fim(documents, chosen, cut, fim_tokens=FIM):

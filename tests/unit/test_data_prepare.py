@@ -282,6 +282,17 @@ def test_one_tokenizer_for_all_sources(tmp_path):
     assert mixed[0] == folders[0] and Manifest.read(mixed[1]).content_hash == two.content_hash
 
 
+def test_a_tokenizer_is_not_trained_on_what_is_held_out(tmp_path):
+    words = ["".join(chr(97 + (number * 7 + place * place) % 26) for place in range(12)) for number in range(26)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"text": f"{word} " * 20}) + "\n" for word in words))
+    options = {"vocab_size": 2000, "holdout": 0.4, "num_proc": 1, "show_progress": False, "report": lambda message: None}
+    folder = prepare([str(tmp_path / "data.jsonl")], tmp_path / "out", **options)
+    known = {token.lstrip("\u0120") for token in load_tokenizer(folder / "tokenizer").get_vocab()}
+    heldout = {text.split()[0] for text in texts_of(folder, "heldout")}
+    assert 3 <= len(heldout) <= 20
+    assert {word for word in words if word in known} == set(words) - heldout
+
+
 def test_stdlib_is_without_tests_and_packages():
     files = [Path(file.path) for file in sources.expand_inputs(["stdlib"]).files]
     root = Path(os.__file__).resolve().parent

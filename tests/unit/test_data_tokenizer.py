@@ -85,7 +85,7 @@ def test_a_text_cannot_forge_the_end_of_a_document(tokenizer):
 
 
 def test_long_texts_are_cut_at_lines_and_stay_whole(tokenizer):
-    line = "x = 1  # a line\n"
+    line = "x = 1  # a line.\n"  # 17 characters, which no power of two is a multiple of
     for text in (line * (3 * LONGEST_ENCODED_TEXT // len(line)), "z" * (2 * LONGEST_ENCODED_TEXT + 3)):
         parts = list(split_long_text(text))
         assert "".join(parts) == text and len(parts) >= 3
