@@ -102,5 +102,7 @@ class DecoderLayer(nn.Module):
         return self._feed_forward_half(self._attention_half(hidden, cos, sin, mask), valid_tokens)
 
 
-def _statistics_apart(outputs: tuple[Tensor, ...]) -> tuple[Tensor, RoutingStatistics | None]:
+def _statistics_apart(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, RoutingStatistics | None]:
+    if isinstance(outputs, Tensor):  # what DeepSpeed's checkpoint function makes of a tuple of one
+        return outputs, None
     return outputs[0], RoutingStatistics(*outputs[1:]) if len(outputs) > 1 else None

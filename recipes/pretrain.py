@@ -7,6 +7,7 @@ if not __package__:  # run as a script: the repository's root, not recipes/, mus
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import json
+import os
 
 from recipes.config.errors import EXIT_SUCCESS, run_command
 from recipes.config.run_config import parse_pretrain_config
@@ -41,4 +42,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main))
+    exit_code = run_command(main)
+    sys.stdout.flush()
+    if exit_code:
+        # A rank that cannot go on must be gone at once; the interpreter's own end would wait for the other ranks.
+        os._exit(exit_code)

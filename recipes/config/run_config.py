@@ -27,6 +27,9 @@ class PretrainConfig:
         default_factory=list, metadata={"help": "override a ds_config key: --set optimizer.params.lr=3e-4"}
     )
     model: str = field(default="tiny", metadata={"help": "preset of model/presets/ or a config.json"})
+    init_from: str | None = field(
+        default=None, metadata={"help": "begin with the weights of a Hugging Face folder, a run or a checkpoint"}
+    )
     data: list[str] = field(
         default_factory=lambda: ["stdlib"],
         metadata={

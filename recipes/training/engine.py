@@ -4,34 +4,19 @@ from collections.abc import Callable
 from typing import Any
 
 import deepspeed
-import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from model.config import ModelConfig
-from model.moe import iter_routers
 from model.transformer import DeepseekForCausalLM
 from recipes.training.optimizer import parameter_groups
 
 
-def build_model(config: ModelConfig, ds_config: dict[str, Any], seed: int) -> DeepseekForCausalLM:
-    """Build the model with its initial weights; under ZeRO-3 no rank ever holds the whole.
-
-    The values of a parameter are a function of (seed, name) alone, so they are the same on every rank, for any
-    world size and ZeRO stage.
-    """
+def build_model(config: ModelConfig, ds_config: dict[str, Any]) -> DeepseekForCausalLM:
+    """Build the model without values; under ZeRO-3 no rank ever holds the whole."""
     partitioned = ds_config.get("zero_optimization", {}).get("stage", 0) == 3
     with deepspeed.zero.Init(config_dict_or_path=ds_config, enabled=partitioned):
-        model = DeepseekForCausalLM(config)
-    for name, parameter in model.named_parameters():
-        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=partitioned):
-            if not partitioned or torch.distributed.get_rank() == 0:
-                model.init_parameter_(name, parameter.data, seed)
-    for _, router in iter_routers(model):
-        router.tokens_per_expert.zero_()
-        if router.e_score_correction_bias is not None:
-            router.e_score_correction_bias.zero_()
-    return model
+        return DeepseekForCausalLM(config)
 
 
 def build_engine(

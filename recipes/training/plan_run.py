@@ -21,6 +21,7 @@ from recipes.training.checkpoint import TrainingState, read_state
 from recipes.training.data_sources import check_data
 from recipes.training.resume import check_same_layout, check_same_run, find_candidates
 from recipes.training.schedule import Schedule, build_schedule
+from recipes.training.trained_model import open_weights, without_mtp
 
 DEFAULT_MAX_STEPS = 600  # the default run: minutes on two CPU cores
 LONGEST_DEFAULT_SEQUENCE = 4096  # what DeepSeek's models are pre-trained with
@@ -88,6 +89,8 @@ def plan_run(config: PretrainConfig, launch: Launch) -> RunPlan:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--output_dir {folder}: is a file; give a folder")
     check_data(config)
+    if config.init_from:
+        _check_initial_weights(config.init_from, model)
     device = device_type()
     source = config.deepspeed_config or str(choose_ds_config(device, launch.world_size, "bf16" in device_dtypes()))
     max_steps = config.max_steps or (None if config.train_tokens else DEFAULT_MAX_STEPS)
@@ -114,6 +117,24 @@ def plan_run(config: PretrainConfig, launch: Launch) -> RunPlan:
     if newest:
         check_same_layout(newest, read_state(newest), plan.layout)
     return plan
+
+
+def _check_initial_weights(path: str, model: ModelConfig) -> None:
+    """Refuse weights of another architecture; MTP layers may be missing on either side."""
+    theirs, ours = (without_mtp(config).to_dict() for config in (open_weights(path).config, model))
+    free = {
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "initializer_range",
+        "bias_update_speed",
+        "balance_loss_alpha",
+        "mtp_loss_weight",
+    }
+    different = [f"{key} {theirs.get(key)} there, {ours[key]} here" for key in ours if theirs.get(key) != ours[key]]
+    different = [text for text in different if text.split()[0] not in free]
+    if different:
+        raise UserError(f"--init_from {path}: another architecture than --model ({', '.join(different[:3])})")
 
 
 def _load_model(name: str) -> ModelConfig:

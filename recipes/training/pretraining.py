@@ -9,6 +9,7 @@ from typing import Any
 import numpy
 import torch
 
+from model.transformer import DeepseekForCausalLM
 from recipes.cluster.launch import set_cpu_threads, start_process_group
 from recipes.config.errors import EXIT_SUCCESS, UserError
 from recipes.data.loader import TrainingData
@@ -16,12 +17,14 @@ from recipes.training.checkpoint import TrainingState, load_checkpoint
 from recipes.training.data_sources import open_sources
 from recipes.training.engine import build_engine, build_model
 from recipes.training.evaluation import Evaluation
+from recipes.training.initial_weights import check_same_on_every_rank, copy_weights, draw_weights
 from recipes.training.loop import TrainingRun
 from recipes.training.plan_run import RunPlan
 from recipes.training.report import write_report
 from recipes.training.resume import newest_verified, prepare_run_folder
 from recipes.training.sample import sample_text
 from recipes.training.summary import result_lines, write_run_files
+from recipes.training.trained_model import open_weights
 
 
 def pretrain(plan: RunPlan) -> int:
@@ -45,11 +48,9 @@ def pretrain(plan: RunPlan) -> int:
         write_run_files(plan)
     torch.distributed.barrier()
     seed_everything(plan.config.seed + plan.launch.rank)
-    engine = build_engine(
-        build_model(plan.model, plan.resolved.config, plan.config.seed),
-        plan.resolved.config,
-        plan.schedule.multiplier,
-    )
+    model = build_model(plan.model, plan.resolved.config)
+    _fill(model, plan, fresh=newest is None)
+    engine = build_engine(model, plan.resolved.config, plan.schedule.multiplier)
     engine.module.set_gradient_checkpointing(plan.config.gradient_checkpointing)
     state = TrainingState(**plan.layout)
     if newest:
@@ -70,6 +71,16 @@ def pretrain(plan: RunPlan) -> int:
     if plan.launch.is_main:
         _conclude(plan, evaluation, sample, time.perf_counter() - begin)
     return EXIT_SUCCESS
+
+
+def _fill(model: DeepseekForCausalLM, plan: RunPlan, fresh: bool) -> None:
+    """Give the model its first values, the same on every rank; a resumed run's are replaced by the checkpoint's."""
+    draw_weights(model, plan.config.seed)
+    if fresh and plan.config.init_from:
+        note = copy_weights(model, open_weights(plan.config.init_from))
+        if plan.launch.is_main:
+            print(f"weights from {plan.config.init_from}{'; ' + note if note else ''}", flush=True)
+    check_same_on_every_rank(model)
 
 
 def seed_everything(seed: int) -> None:

@@ -190,6 +190,8 @@ def _progress(at: float, start: float, end: float) -> float:
     """How far `at` is from start to end, between 0 and 1."""
     if at >= end:
         return 1.0
+    if end <= start:  # a run too short for this part
+        return 0.0 if at < end else 1.0
     return max(0.0, (at - start) / (end - start))
 
 

@@ -13,6 +13,7 @@ from model.hf_layout import FilePart, file_parts
 from model.hf_weights import INDEX, SINGLE, WeightsError, parts_of_folder, parts_of_state
 from model.transformer import DeepseekForCausalLM
 from recipes.config.errors import UserError
+from recipes.training.checkpoint import load_model_state
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def open_weights(path: str | Path) -> TrainedWeights:
             raise UserError(*error.faults) from None
         has_tokenizer = (folder / "tokenizer.json").is_file()
         return TrainedWeights(config, lambda wanted: parts_of_folder(folder, wanted), folder if has_tokenizer else None)
-    from recipes.training.checkpoint import load_model_state  # type: ignore[attr-defined]
+    from recipes.training.checkpoint import load_model_state
 
     config, state, tokenizer_folder = load_model_state(folder)
     return TrainedWeights(config, lambda wanted: parts_of_state(state, wanted), tokenizer_folder)

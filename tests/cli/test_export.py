@@ -6,13 +6,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import recipes.training.checkpoint as checkpoint
 from model.config import load_model_config
 from model.moe import iter_routers
 from model.transformer import DeepseekForCausalLM
 from recipes import export
 from recipes.config.errors import UserError
 from recipes.data.tokenizer import train_tokenizer
+from recipes.training import trained_model
 
 PROMPT = "def f(x):\n    return x\n"
 
@@ -43,7 +43,7 @@ def run(model, tokenizer_folder, tmp_path, monkeypatch):
         assert path == folder
         return model.config, model.state_dict(), tokenizer_folder
 
-    monkeypatch.setattr(checkpoint, "load_model_state", load_model_state, raising=False)
+    monkeypatch.setattr(trained_model, "load_model_state", load_model_state)
     return folder
 
 
@@ -105,3 +105,11 @@ def test_users_mistakes(run, tmp_path):
         export.main([str(run), str(tmp_path / "out"), "--dtype", "int8"])
     assert exit_info.value.code == 2
     assert not (tmp_path / "out").exists()
+
+
+def test_a_model_is_loaded_in_the_dtype_asked_for_without_mtp(run):
+    weights = trained_model.open_weights(run)
+    loaded = trained_model.load_trained_model(weights, device="cpu", dtype=torch.bfloat16)
+    assert loaded.lm_head.weight.dtype == torch.bfloat16
+    assert loaded.config.num_nextn_predict_layers == 0 and len(loaded.model.layers) == 4
+    assert all(router.e_score_correction_bias.dtype == torch.float32 for _, router in iter_routers(loaded))

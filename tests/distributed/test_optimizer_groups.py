@@ -17,7 +17,7 @@ def report(tmp_path_factory, small_model):
     """Every case in one process: a start costs more than the steps. DeepSpeed's Muon would compile its kernels."""
     output = tmp_path_factory.mktemp("optimizers") / "report.json"
     words = ["tests/distributed/train_optimizers.py", str(small_model), str(output)]
-    run_ranks(words, ranks=1, TORCHDYNAMO_DISABLE="1", OMP_NUM_THREADS="1")
+    run_ranks(words, ranks=1, PYTHONPATH=".", TORCHDYNAMO_DISABLE="1", OMP_NUM_THREADS="1")
     return json.loads(output.read_text())
 
 

@@ -1,4 +1,4 @@
-"""A run that was killed goes on as if it had not been: equal to the bit, everything that a checkpoint holds included."""
+"""A run that was killed goes on as if it had not been: equal to the bit, and so is all that its checkpoint holds."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Step each optimizer at each ZeRO stage: `python train_optimizers.py MODEL_CONFIG OUTPUT_JSON`, on one or more ranks.
+"""Step each optimizer at each ZeRO stage, on one or more ranks: `train_optimizers.py MODEL_CONFIG OUTPUT_JSON`.
 
 Writes for each case what a step without any gradient did to the weights, or how the loss fell.
 """
@@ -6,8 +6,6 @@ Writes for each case what a step without any gradient did to the weights, or how
 import json
 import sys
 from pathlib import Path
-
-sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import deepspeed
 import torch

@@ -56,8 +56,9 @@ V2_LITE = V2 | {
     "q_lora_rank": None,
     "routed_scaling_factor": 1.0,
 }
-_YARN_V3 = {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}
-_YARN_V2 = {"rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}}
+# Of 16 rotated elements' 8 pairs, YaRN leaves 3 as they are, mixes 3 and interpolates 2.
+_YARN_V3 = {"qk_rope_head_dim": 16, "rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}
+_YARN_V2 = {"qk_rope_head_dim": 16, "rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}}
 
 # Every value of every variation occurs with both families where both have it.
 CASES: dict[str, dict] = {
@@ -68,7 +69,7 @@ CASES: dict[str, dict] = {
     "v3_not_normalised_no_shared": V3 | {"norm_topk_prob": False, "n_shared_experts": 0},
     "v3_no_groups_all_moe": V3 | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "n_shared_experts": 2},
     "v3_half_split_rope": V3 | {"rope_interleave": False},
-    "v3_equal_head_dims": V3 | {"v_head_dim": 18} | _YARN_V3,
+    "v3_equal_head_dims": V3 | _YARN_V3 | {"v_head_dim": 26},
     "v2": V2,
     "v2_yarn_tied": V2 | _YARN_V2 | {"tie_word_embeddings": True},
     "v2_no_shared_all_moe": V2 | {"n_shared_experts": 0, "first_k_dense_replace": 0},

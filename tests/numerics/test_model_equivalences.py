@@ -7,6 +7,7 @@ from model_cases import CASES, MOE_16B, V3, build_model, random_ids, relative_di
 
 from model.attention import LatentCache, attend, document_mask
 from model.causal_attention import CausalAttentionFunction
+from model.experts import ExpertRows
 from model.moe import iter_routers
 
 MTP = V3 | {"num_nextn_predict_layers": 1, "balance_loss_alpha": 0.01}
@@ -42,7 +43,8 @@ def test_policies_recompute_what_they_say(policy, regions):
 
     def checkpoint_function(function, *tensors):
         calls.append(function)
-        return torch.utils.checkpoint.checkpoint(function, *tensors, use_reentrant=False)
+        outputs = torch.utils.checkpoint.checkpoint(function, *tensors, use_reentrant=False)
+        return outputs if len(outputs) > 1 else outputs[0]  # as DeepSpeed's
 
     model.set_gradient_checkpointing(policy, checkpoint_function)
     model(random_ids(1, 8), random_ids(1, 8))["loss"].backward()
@@ -156,3 +158,19 @@ def test_fp16_gradients_of_the_head_do_not_vanish():
     model.zero_grad()
     (model(**batch, loss_denominator=1e6)["loss"] * 2.0**16).backward()
     assert relative_difference(half, model.lm_head.weight.grad) < 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_products_of_gpus_equal_those_of_cpus(dtype):
+    """The branch that a GPU takes runs on a CPU too: an expert without rows, one with all others' share."""
+    generator = torch.Generator().manual_seed(0)
+    indices = torch.tensor([[0], [2], [2], [3], [2], [0], [2]])  # expert 1 has no row
+    by_expert, grouped = ExpertRows(indices, 4), ExpertRows(indices, 4)
+    grouped.offsets = torch.tensor([2, 2, 6, 7], dtype=torch.int32)
+    left, right = (torch.randn(7, n, generator=generator).to(dtype) for n in (16, 24))
+    matrices = torch.randn(4, 16, 24, generator=generator).to(dtype)
+    # The same sums of at most 16 terms, in another order.
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-2
+    assert relative_difference(grouped.multiply(left, matrices), by_expert.multiply(left, matrices)) < tolerance
+    assert relative_difference(grouped.outer(left, right), by_expert.outer(left, right)) < tolerance
+    assert by_expert.outer(left, right)[1].abs().sum() == 0

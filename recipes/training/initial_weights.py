@@ -1,0 +1,100 @@
+"""The weights that a run begins with: drawn from the seed, or read from a folder; the same on every rank."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import groupby
+
+import deepspeed
+import torch
+from torch import Tensor, nn
+
+from model.hf_layout import FilePart, file_parts
+from model.hf_weights import WeightsError
+from model.moe import iter_routers
+from model.transformer import DeepseekForCausalLM
+from recipes.config.errors import TrainingFault, UserError
+from recipes.training.trained_model import TrainedWeights, without_mtp
+
+
+@contextmanager
+def whole(parameter: nn.Parameter) -> Iterator[bool]:
+    """Hold a parameter whole to write into it; tells whether this rank writes (under ZeRO-3 rank 0 alone does)."""
+    partitioned = hasattr(parameter, "ds_id")
+    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=partitioned):
+        yield not partitioned or torch.distributed.get_rank() == 0
+
+
+@torch.no_grad()
+def draw_weights(model: DeepseekForCausalLM, seed: int) -> None:
+    """Fill every parameter from (seed, name) alone, so it is the same for any world size and ZeRO stage."""
+    for name, parameter in model.named_parameters():
+        with whole(parameter) as writes:
+            if writes:
+                model.init_parameter_(name, parameter.data, seed)
+    for _, router in iter_routers(model):
+        router.tokens_per_expert.zero_()
+        if router.e_score_correction_bias is not None:
+            router.e_score_correction_bias.zero_()
+
+
+@torch.no_grad()
+def copy_weights(model: DeepseekForCausalLM, weights: TrainedWeights) -> str:
+    """Copy trained weights and balancing biases into the model, one tensor at a time.
+
+    MTP layers that the folder lacks keep what they were drawn as.
+
+    Returns:
+        What was left as drawn, in words; empty if nothing.
+    Raises:
+        UserError: weights are missing or unlike the model's.
+    """
+    config, note = model.config, ""
+    if weights.config.num_nextn_predict_layers < config.num_nextn_predict_layers:
+        config = without_mtp(config)
+        note = "the multi-token prediction layers begin as drawn from the seed: the folder has none"
+    targets: dict[str, Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
+    try:
+        source = weights.source(config)
+        for name, parts in groupby(file_parts(config), key=lambda part: part.name):
+            _copy_one(targets[name], list(parts), source)
+    except WeightsError as error:
+        raise UserError(*error.faults) from None
+    return note
+
+
+def _copy_one(target: Tensor, parts: list[FilePart], source: object) -> None:
+    assert callable(source)
+    if not isinstance(target, nn.Parameter):
+        target.copy_(source(parts[0]))
+        return
+    with whole(target) as writes:
+        if writes:
+            for part in parts:
+                part.of(target.data).copy_(source(part))
+
+
+def check_same_on_every_rank(model: nn.Module) -> None:
+    """Compare a fingerprint of each parameter and buffer between the ranks, before the first step.
+
+    Under ZeRO-3 a rank holds only its part of a parameter, which rank 0 gave it, so only buffers are compared.
+
+    Raises:
+        TrainingFault: naming a tensor and a rank that differ from rank 0.
+    """
+    named = [(n, t) for n, t in (*model.named_parameters(), *model.named_buffers()) if not hasattr(t, "ds_id")]
+    prints = torch.stack([_fingerprint(tensor) for _, tensor in named])  # (tensors,) int64
+    everyone = [torch.empty_like(prints) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(everyone, prints)
+    for rank, theirs in enumerate(everyone):
+        different = (theirs != everyone[0]).nonzero()
+        if len(different):
+            name = named[int(different[0])][0]
+            raise TrainingFault(f"{name}: rank {rank} begins with other values than rank 0; all must begin the same")
+
+
+def _fingerprint(tensor: Tensor) -> Tensor:
+    """A number () int64 that changes when a value or its place does."""
+    as_integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    bits = tensor.detach().reshape(-1).view(as_integers).long()
+    places = torch.arange(1, bits.numel() + 1, device=bits.device)
+    return (bits * (places * 2 + 1)).sum()  # wraps around, the same everywhere
