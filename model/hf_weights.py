@@ -52,6 +52,7 @@ def parts_of_state(state: Mapping[str, Tensor], config: ModelConfig) -> PartSour
     def source(part: FilePart) -> Tensor:
         nonlocal name, tensor
         if part.name != name:
+            tensor = torch.empty(0)  # let go of the last one before the next is made
             name, tensor = part.name, state[part.name].detach()
         view = part.of(tensor)
         if tuple(view.shape) != part.shape:

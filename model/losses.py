@@ -84,9 +84,12 @@ class _CrossEntropyFunction(torch.autograd.Function):
                 losses[piece] = _losses_and_gradients(logits, targets[piece], row_weights[piece].unsqueeze(-1), wide)
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[rows])
-                product = grad_logits.mT @ hidden[rows]
-                # Over several blocks the sum is kept wide; one block is summed wide inside the product.
-                grad_weight = product if grad_weight is None else grad_weight.to(wide).add_(product)
+                if grad_weight is None:  # one block is summed wide inside its product
+                    grad_weight = grad_logits.mT @ hidden[rows]
+                elif wide == hidden.dtype:
+                    torch.addmm(grad_weight, grad_logits.mT, hidden[rows], out=grad_weight)
+                else:  # over several blocks the sum is kept wide
+                    grad_weight = grad_weight.to(wide).add_(grad_logits.mT @ hidden[rows])
         losses.mul_(valid)
         total_loss = (losses * row_weights).sum()
         sums = torch.stack([part.sum() for part in losses.split(parts)])

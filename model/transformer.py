@@ -60,6 +60,7 @@ class DeepseekForCausalLM(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self.mtp_loss_weight = config.mtp_loss_weight  # lambda; a run may change it on the way
         self.model = DeepseekModel(config)
         self.lm_head = LMHead(config.hidden_size, config.vocab_size)
         if config.tie_word_embeddings:
@@ -157,7 +158,7 @@ class DeepseekForCausalLM(nn.Module):
     ) -> ModelOutput:
         """The head runs once, on the rows of all depths, so that its weight is gathered and its gradient made once."""
         depths = len(rows) - 1
-        weights = [1.0, *(self.config.mtp_loss_weight / depths for _ in range(depths))]
+        weights = [1.0, *(self.mtp_loss_weight / depths for _ in range(depths))]
         flat_rows = torch.cat([part.flatten(0, 1) for part in rows])  # (B, S, H) each -> (R, H)
         total, sums = self.lm_head(
             flat_rows, torch.cat([part.flatten() for part in targets]), [part.numel() for part in targets], weights

@@ -88,8 +88,7 @@ def model_state_bytes(groups: Sequence[Sequence[Parameter]], config: dict[str, A
     """
     stage = zero_stage(config)
     element = ELEMENT_BYTES[precision(config)]
-    accumulation = section(config, "data_types").get("grad_accum_dtype")
-    gradient = ELEMENT_BYTES[accumulation] if accumulation in ELEMENT_BYTES and stage else element
+    gradient = accumulation_bytes(config)
     flat = _flat_groups(groups, config, world_size)
     if stage == 0:
         return _unpartitioned(flat, config, element)
@@ -100,10 +99,28 @@ def model_state_bytes(groups: Sequence[Sequence[Parameter]], config: dict[str, A
     return _offloaded(state, flat, config, element)
 
 
-def _flat_groups(groups: Sequence[Sequence[Parameter]], config: dict[str, Any], world_size: int) -> list[_FlatGroup]:
-    """The groups, routed experts apart where expert parallelism spreads them over ranks of their own."""
+def accumulation_bytes(config: dict[str, Any]) -> int:
+    """Bytes of an element of the gradients that are added up over micro-batches."""
+    element = ELEMENT_BYTES[precision(config)]
+    dtype = section(config, "data_types").get("grad_accum_dtype")
+    return ELEMENT_BYTES[dtype] if dtype in ELEMENT_BYTES and zero_stage(config) else element
+
+
+def expert_parallel_size(config: dict[str, Any]) -> int:
+    """Ranks over which AutoEP spreads the routed experts of a layer; 1 without it."""
     parallel = section(config, "expert_parallel")
-    size = parallel.get("autoep_size", 1) if parallel.get("enabled") else 1
+    return int(parallel.get("autoep_size", 1)) if parallel.get("enabled") else 1
+
+
+def split_experts(
+    groups: Sequence[Sequence[Parameter]], config: dict[str, Any], world_size: int
+) -> list[tuple[int, int]]:
+    """Elements that a rank has a part in, and over how many ranks each is split: routed experts apart under AutoEP."""
+    return [(group.numel, group.ranks) for group in _flat_groups(groups, config, world_size)]
+
+
+def _flat_groups(groups: Sequence[Sequence[Parameter]], config: dict[str, Any], world_size: int) -> list[_FlatGroup]:
+    size = expert_parallel_size(config)
     name = str(section(config, "optimizer").get("type", "")).lower()
     states = _STATES.get(name, 2)
     if name == "sgd" and section(config, "optimizer", "params").get("momentum"):
@@ -112,11 +129,10 @@ def _flat_groups(groups: Sequence[Sequence[Parameter]], config: dict[str, Any], 
     for group in groups:
         experts = [(n, numel // size) for n, numel in group if size > 1 and ".mlp.experts." in n]
         others = [(n, numel) for n, numel in group if size == 1 or ".mlp.experts." not in n]
-        flat += [
-            _FlatGroup(part, ranks, states)
-            for part, ranks in ((others, world_size), (experts, world_size // size))
-            if part
-        ]
+        if others:
+            flat.append(_FlatGroup(others, world_size, states))
+        if experts:
+            flat.append(_FlatGroup(experts, world_size // size, states))
     return flat
 
 

@@ -96,9 +96,15 @@ def _clipping(config: dict[str, Any], facts: "RunFacts") -> Iterator[str]:
             f"gradient_clipping: {clipping} with Muon: at stage {zero_stage(config)} DeepSpeed clips the "
             "orthogonalised update, which then barely trains; write 0.0"
         )
-    zero = section(config, "zero_optimization")
-    if is_muon(config) and zero_stage(config) == 3 and zero.get("reduce_scatter", True):
+    if not is_muon(config):
+        return
+    if zero_stage(config) == 3 and section(config, "zero_optimization").get("reduce_scatter", True):
         yield "zero_optimization.reduce_scatter: Muon at stage 3 needs whole gradients; write false"
+    wide = section(config, "data_types").get("grad_accum_dtype") == "fp32"
+    if zero_stage(config) == 1 and enabled(config, "bf16") and wide and facts.model.n_routed_experts:
+        yield (
+            "zero_optimization.stage: Muon in bf16 with fp32 gradients takes no fused experts at stage 1; write stage 2"
+        )
 
 
 def _optimizer(config: dict[str, Any], facts: "RunFacts") -> Iterator[str]:

@@ -49,10 +49,24 @@ class PretrainConfig:
     global_batch_size: int | None = field(
         default=None, metadata={"help": "sequences per optimizer step; overrides the JSON's train_batch_size"}
     )
+    batch_ramp: str | None = field(
+        default=None,
+        metadata={"help": "START:TOKENS, a global batch that grows from START sequences over so many tokens"},
+    )
     lr_scaling: str = field(
         default="sqrt", metadata={"help": "learning rate against global batch", "choices": ["sqrt", "linear", "none"]}
     )
     reference_batch_size: int = field(default=256, metadata={"help": "global batch at which the JSON's lr holds"})
+    lr_follows_batch: bool = field(
+        default=False, metadata={"help": "during --batch_ramp scale the learning rate with the batch of each step"}
+    )
+    bias_update_until_tokens: float | None = field(
+        default=None, metadata={"help": "tokens after which the expert bias stands still; DeepSeek-V3: 14.3e12"}
+    )
+    mtp_loss_weight_later: str | None = field(
+        default=None,
+        metadata={"help": "WEIGHT:TOKENS, the MTP loss's weight from so many tokens on; DeepSeek-V3: 0.1:10e12"},
+    )
     gradient_checkpointing: str = field(
         default="none",
         metadata={"help": "recompute activations in the backward pass", "choices": ["none", "full", "selective"]},

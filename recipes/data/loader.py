@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from recipes.config.batch_plan import BatchPlan
 from recipes.config.errors import UserError
 from recipes.data.corpus import PreparedCorpus
 from recipes.data.fim import Documents, FimDocuments, PlainDocuments
@@ -178,21 +179,35 @@ class StepBatch:
 
 
 class MicroBatches(Dataset[dict[str, Tensor]]):
-    """The micro-batches of one rank, in order, over the whole run; micro-batch n belongs to step n // accumulation."""
+    """The micro-batches of one rank over the whole run, by (step, micro-step)."""
 
     def __init__(
-        self, data: TrainingData, global_batch_size: int, micro_batch_size: int, rank: int, world_size: int
+        self,
+        data: TrainingData,
+        batch_plan: BatchPlan,
+        micro_batch_size: int,
+        rank: int,
+        world_size: int,
+        sample_offset: int,
     ) -> None:
         self.data = data
-        self.global_batch_size = global_batch_size
+        self.batch_plan = batch_plan
         self.micro_batch_size = micro_batch_size
         self.rank = rank
         self.world_size = world_size
-        self.accumulation = global_batch_size // (micro_batch_size * world_size)
+        self.sample_offset = sample_offset
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        step, micro = divmod(index, self.accumulation)
-        first = step * self.global_batch_size + (micro * self.world_size + self.rank) * self.micro_batch_size
+    def accumulation(self, step: int) -> int:
+        """Micro-steps of a step."""
+        return self.batch_plan.batch_at(step) // (self.micro_batch_size * self.world_size)
+
+    def first_sample(self, step: int) -> int:
+        """The run's sequence that a step begins with."""
+        return self.sample_offset + self.batch_plan.samples_before(step)
+
+    def __getitem__(self, index: tuple[int, int]) -> dict[str, Tensor]:
+        step, micro = index
+        first = self.first_sample(step) + (micro * self.world_size + self.rank) * self.micro_batch_size
         return stack([self.data.sample(first + row) for row in range(self.micro_batch_size)])
 
 
@@ -204,45 +219,47 @@ def stack(samples: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
 def step_batches(
     data: TrainingData,
     *,
+    batch_plan: BatchPlan,
     first_step: int,
-    global_batch_size: int,
     micro_batch_size: int,
     rank: int,
     world_size: int,
     num_workers: int = 0,
     pin_memory: bool = False,
     num_steps: int | None = None,
+    sample_offset: int = 0,
 ) -> Iterator[StepBatch]:
     """This rank's batches from `first_step` on, for `num_steps` steps or for ever.
 
-    Row b of micro-step m on rank r in step s is the run's sequence s * G + (m * world_size + r) * micro_batch_size + b.
+    Row b of micro-step m on rank r in step s is the run's sequence
+    sample_offset + batch_plan.samples_before(s) + (m * world_size + r) * micro_batch_size + b.
     The stream does not end with an epoch, so worker processes live as long as the run.
 
     Args:
+        batch_plan: the global batch of each step.
         num_workers: loading processes; 0 loads in this one.
         pin_memory: put the tensors where a GPU copies them from without waiting.
+        sample_offset: by which a run that was resumed with another batch is ahead of (or behind) its plan [sequences].
     Raises:
-        UserError: G is not a multiple of micro_batch_size * world_size, or the data holds fewer sequences than G.
+        UserError: a global batch is not a multiple of micro_batch_size * world_size, or the data holds fewer sequences.
     """
-    if global_batch_size % (micro_batch_size * world_size):
-        raise UserError(
-            f"--global_batch_size {global_batch_size}: must be a multiple of "
-            f"{micro_batch_size} (micro batch) x {world_size} (ranks)"
-        )
-    data.check_global_batch_size(global_batch_size)
-    micro_batches = MicroBatches(data, global_batch_size, micro_batch_size, rank, world_size)
-    accumulation = micro_batches.accumulation
-    first = first_step * accumulation
-    indices: Iterable[int] = (
-        itertools.count(first) if num_steps is None else range(first, first + num_steps * accumulation)
+    for batch in batch_plan.batches:
+        if batch % (micro_batch_size * world_size):
+            raise UserError(
+                f"--global_batch_size {batch}: must be a multiple of "
+                f"{micro_batch_size} (micro batch) x {world_size} (ranks)"
+            )
+    data.check_global_batch_size(batch_plan.global_batch_size)
+    micro_batches = MicroBatches(data, batch_plan, micro_batch_size, rank, world_size, sample_offset)
+    steps: Iterable[int] = (
+        itertools.count(first_step) if num_steps is None else range(first_step, first_step + num_steps)
     )
-    return group_steps(
-        load(micro_batches, indices, num_workers, pin_memory), first_step, accumulation, data, global_batch_size
-    )
+    indices = ((step, micro) for step in steps for micro in range(micro_batches.accumulation(step)))
+    return group_steps(load(micro_batches, indices, num_workers, pin_memory), first_step, micro_batches)
 
 
 def load(
-    micro_batches: MicroBatches, indices: Iterable[int], num_workers: int, pin_memory: bool
+    micro_batches: MicroBatches, indices: Iterable[tuple[int, int]], num_workers: int, pin_memory: bool
 ) -> Iterator[dict[str, Tensor]]:
     if num_workers == 0:
         for index in indices:
@@ -255,16 +272,16 @@ def load(
         sampler=indices,
         num_workers=num_workers,
         pin_memory=pin_memory,
-        generator=torch.Generator(),  # of its own: the run's random state must not depend on the number of workers
         prefetch_factor=PREFETCH_FACTOR,
+        generator=torch.Generator(),  # of its own: the run's random state must not depend on the number of workers
     )
 
 
 def group_steps(
-    stream: Iterator[dict[str, Tensor]], first_step: int, accumulation: int, data: TrainingData, global_batch_size: int
+    stream: Iterator[dict[str, Tensor]], first_step: int, micro_batches: MicroBatches
 ) -> Iterator[StepBatch]:
     for step in itertools.count(first_step):
-        group = list(itertools.islice(stream, accumulation))
+        group = list(itertools.islice(stream, micro_batches.accumulation(step)))
         if not group:
             return
         sample_ids, source_ids = (
@@ -272,7 +289,8 @@ def group_steps(
         )
         for batch in group:
             del batch["epoch"]
-        yield StepBatch(step, step * global_batch_size // data.num_sequences, group, sample_ids, source_ids)
+        epoch = micro_batches.first_sample(step) // micro_batches.data.num_sequences
+        yield StepBatch(step, epoch, group, sample_ids, source_ids)
 
 
 def default_num_workers(device_type: str, ranks_on_host: int) -> int:

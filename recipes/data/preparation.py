@@ -28,7 +28,7 @@ from recipes.data.tokenizer import (
     train_tokenizer,
     vocabulary_size,
 )
-from recipes.data.writer import CorpusWriter, holdout_rule
+from recipes.data.writer import JOURNAL_NAME, CorpusWriter, holdout_rule
 
 DEFAULT_VOCAB_SIZE = 4096
 TOKENIZER_TRAINING_BYTES = 256 << 20  # more text hardly moves the merges and only takes longer
@@ -97,8 +97,11 @@ class Preparation:
             self.write_documents(writer, encoder, num_proc)
             splits = writer.finish()
             self.check_not_empty(splits, writer.counts)
-        except UserError:  # nothing in there can serve once the input is mended
-            shutil.rmtree(folder)
+        except UserError:
+            # Mended files are other inputs: what was made of these cannot serve. A hub that failed may answer again.
+            streamed = any(file.kind == "hub" for file in self.found.files)
+            if not (streamed and (folder / JOURNAL_NAME).exists()):
+                shutil.rmtree(folder)
             raise
         manifest = self.make_manifest(folder, tokenizer, encoder, splits, dict(writer.counts))
         manifest.write(folder)
@@ -261,11 +264,12 @@ def raise_faults(faults: list[str]) -> None:
 def describe(output: Path, manifest: Manifest, num_files: int, seconds: float) -> str:
     """The line that a preparation ends with."""
     train, heldout = manifest.splits["train"], manifest.splits["heldout"]
+    num_documents = train.num_documents + heldout.num_documents
     num_bytes = train.num_bytes + heldout.num_bytes
     parts = [
-        f"prepared {output}: {num_files} inputs, {train.num_documents + heldout.num_documents} documents",
+        f"prepared {output}: {num_files} inputs, {num_documents} documents",
         f"{num_bytes / 1e6:.1f} MB, {train.num_tokens} tokens to train on, {heldout.num_tokens} held out",
-        f"{seconds:.1f} s, {num_files / seconds:.0f} inputs/s, {num_bytes / 1e6 / seconds:.1f} MB/s",
+        f"{seconds:.1f} s, {num_documents / seconds:.0f} documents/s, {num_bytes / 1e6 / seconds:.1f} MB/s",
     ]
     dropped = {name: number for name, number in manifest.counts.items() if name != "documents" and number}
     if dropped:

@@ -131,8 +131,9 @@ class CorpusWriter:
 
     def save_after_interruption(self) -> None:
         """Keep what was done if the disk still takes it; if not, the last journal stands."""
-        with contextlib.suppress(OSError):
-            self.save_journal()
+        if self.pieces_done:
+            with contextlib.suppress(OSError):
+                self.save_journal()
         self.close()
 
     def close(self) -> None:

@@ -21,6 +21,7 @@ from recipes.training.metrics import MetricsWriter, device_peak_flops, step_metr
 from recipes.training.plan_run import RunPlan
 from recipes.training.resume import checkpoints_folder
 from recipes.training.step import train_step
+from recipes.training.token_schedules import bias_update_speed_at, mtp_loss_weight_at, parse_later_weight
 
 MAX_SKIPPED_IN_A_ROW = 50  # dynamic loss scaling skips a few; this many in a row never recover
 
@@ -42,7 +43,7 @@ class TrainingRun:
 
     def train(self) -> Evaluation | None:
         """Train to the last step; returns the last evaluation (None where nothing is held out)."""
-        plan, state = self.plan, self.state
+        plan, state, batches = self.plan, self.state, self.plan.resolved.batch_plan
         device = self.engine.device
         flops_per_token = training_flops_per_token(plan.model, plan.seq_length)
         peak = device_peak_flops(device, next(self.engine.module.parameters()).dtype)
@@ -51,10 +52,14 @@ class TrainingRun:
         with self._progress_bar() as bar, contextlib.closing(writer) if writer else contextlib.nullcontext():
             begin = time.perf_counter()
             for batch in self._batches():
+                global_batch_size = batches.batch_at(state.step)
+                if self.engine.train_batch_size() != global_batch_size:
+                    self.engine.set_train_batch_size(global_batch_size)
+                self.engine.module.mtp_loss_weight = self._mtp_loss_weight()
                 micro_batches = [_to_device(micro, device) for micro in batch.micro_batches]
-                result = train_step(self.engine, micro_batches, plan.model.bias_update_speed)
+                result = train_step(self.engine, micro_batches, self._bias_update_speed())
                 state.step += 1
-                state.samples += plan.resolved.global_batch_size
+                state.samples += global_batch_size
                 state.tokens += result.label_tokens
                 state.skipped_steps += not result.applied
                 skipped_in_a_row = 0 if result.applied else skipped_in_a_row + 1
@@ -93,8 +98,10 @@ class TrainingRun:
             workers = default_num_workers(plan.device_type, plan.launch.local_world_size)
         batches = step_batches(
             self.data,
+            batch_plan=resolved.batch_plan,
             first_step=self.state.step,
-            global_batch_size=resolved.global_batch_size,
+            # another global batch than before the resume: go on at the next sequence, lose and repeat none
+            sample_offset=self.state.samples - resolved.batch_plan.samples_before(self.state.step),
             micro_batch_size=resolved.micro_batch_size,
             rank=plan.launch.rank,
             world_size=plan.launch.world_size,
@@ -103,6 +110,17 @@ class TrainingRun:
         )
         for _ in range(self.state.step, resolved.max_steps):
             yield next(batches)
+
+    def _bias_update_speed(self) -> float:
+        tokens = self.plan.resolved.batch_plan.tokens_before(self.state.step)
+        return bias_update_speed_at(
+            tokens, self.plan.model.bias_update_speed, self.plan.config.bias_update_until_tokens
+        )
+
+    def _mtp_loss_weight(self) -> float:
+        tokens = self.plan.resolved.batch_plan.tokens_before(self.state.step)
+        later = self.plan.config.mtp_loss_weight_later
+        return mtp_loss_weight_at(tokens, self.plan.model.mtp_loss_weight, parse_later_weight(later) if later else None)
 
     def _due(self, every: int) -> bool:
         """Whether something done every so many steps, and at the end, is due now."""
@@ -169,5 +187,6 @@ def evaluate_heldout(engine: Any, plan: RunPlan, heldout: PreparedCorpus) -> Eva
         micro_batch_size=plan.resolved.micro_batch_size,
         rank=plan.launch.rank,
         world_size=plan.launch.world_size,
+        document_mask=plan.config.document_mask,
     )
     return evaluate(engine, batches, heldout.num_bytes)

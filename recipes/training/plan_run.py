@@ -7,6 +7,7 @@ from typing import Any
 from model.config import ConfigError, ModelConfig, load_model_config
 from recipes.cluster.launch import Launch, device_dtypes, device_type
 from recipes.cluster.op_builds import has_compiler
+from recipes.config.batch_plan import BatchRamp
 from recipes.config.ds_config import (
     ResolvedDsConfig,
     RunFacts,
@@ -21,6 +22,7 @@ from recipes.training.checkpoint import TrainingState, read_state
 from recipes.training.data_sources import check_data
 from recipes.training.resume import check_same_layout, check_same_run, find_candidates
 from recipes.training.schedule import Schedule, build_schedule
+from recipes.training.token_schedules import follow_batch, parse_later_weight
 from recipes.training.trained_model import open_weights, without_mtp
 
 DEFAULT_MAX_STEPS = 600  # the default run: minutes on two CPU cores
@@ -44,10 +46,13 @@ class RunPlan:
     @property
     def schedule(self) -> Schedule:
         """The learning rate over the run."""
-        tokens_per_step = self.resolved.global_batch_size * self.seq_length
-        return build_schedule(
-            self.resolved.scheduler, self.resolved.max_steps, tokens_at_step=lambda step: step * tokens_per_step
+        batches = self.resolved.batch_plan
+        schedule = build_schedule(
+            self.resolved.scheduler, self.resolved.max_steps, tokens_at_step=batches.tokens_before
         )
+        if not self.config.lr_follows_batch:
+            return schedule
+        return Schedule(schedule.name, follow_batch(schedule.multiplier, batches, self.config.lr_scaling))
 
     @property
     def zero_stage(self) -> int:
@@ -89,6 +94,8 @@ def plan_run(config: PretrainConfig, launch: Launch) -> RunPlan:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--output_dir {folder}: is a file; give a folder")
     check_data(config)
+    if config.mtp_loss_weight_later:
+        parse_later_weight(config.mtp_loss_weight_later)
     if config.init_from:
         _check_initial_weights(config.init_from, model)
     device = device_type()
@@ -107,6 +114,7 @@ def plan_run(config: PretrainConfig, launch: Launch) -> RunPlan:
         reference_batch_size=config.reference_batch_size,
         compiler_available=has_compiler(),
         output_dir=folder,
+        batch_ramp=BatchRamp.parse(config.batch_ramp) if config.batch_ramp else None,
     )
     resolved = resolve_ds_config(apply_overrides(load_ds_config(source), config.set), source=source, facts=facts)
     candidates = find_candidates(folder, config.resume)

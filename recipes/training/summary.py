@@ -25,7 +25,6 @@ def plan_lines(plan: RunPlan) -> list[str]:
     resolved, launch = plan.resolved, plan.launch
     parameters = count_parameters(plan.model)
     flops = training_flops_per_token(plan.model, plan.seq_length)
-    tokens_per_step = resolved.global_batch_size * plan.seq_length
     state = plan.saved_state()
     start = f"step {state.step} of {plan.candidates[0]}" if state else "a fresh start"
     return [
@@ -36,7 +35,7 @@ def plan_lines(plan: RunPlan) -> list[str]:
         f"batch          {resolved.global_batch_size} sequences of {plan.seq_length} tokens a step = "
         f"{resolved.micro_batch_size} a micro-batch x {resolved.gradient_accumulation_steps} accumulated "
         f"x {launch.world_size} ranks",
-        f"steps          {resolved.max_steps} ({resolved.max_steps * tokens_per_step:,} tokens)",
+        f"steps          {resolved.max_steps} ({resolved.batch_plan.tokens_before(resolved.max_steps):,} tokens)",
         f"learning rate  {resolved.lr_line}",
         f"data           {' '.join(plan.config.data)}",
         f"run's folder   {plan.folder}",

@@ -47,8 +47,6 @@ def open_weights(path: str | Path) -> TrainedWeights:
             raise UserError(*error.faults) from None
         has_tokenizer = (folder / "tokenizer.json").is_file()
         return TrainedWeights(config, lambda wanted: parts_of_folder(folder, wanted), folder if has_tokenizer else None)
-    from recipes.training.checkpoint import load_model_state
-
     config, state, tokenizer_folder = load_model_state(folder)
     return TrainedWeights(config, lambda wanted: parts_of_state(state, wanted), tokenizer_folder)
 

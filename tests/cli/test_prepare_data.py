@@ -75,17 +75,23 @@ def test_what_is_printed(tmp_path, capsys):
     assert "train: 1 documents, " in printed.out and " 280 bytes of text" in printed.out
     assert "vocab_size for a model: 320 (a multiple of 64)" in printed.out
     assert f"--data {tmp_path / 'out'}" in printed.out
-    assert "1 documents; 0.0 MB" in printed.err and "inputs/s" in printed.err
+    assert "1 documents; 0.0 MB" in printed.err and " documents/s, " in printed.err
 
 
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--input", "absent.jsonl", "--train_tokenizer", "300"], "error: --input absent.jsonl: no such file or folder"),
+        (
+            ["--input", "absent.jsonl", "--train_tokenizer", "300"],
+            "error: --input absent.jsonl: no such file or folder",
+        ),
         (["--input", "stdlib", "--tokenizer", "./absent"], "error: --tokenizer ./absent: no tokenizer can be loaded"),
         (["--input", "stdlib", "--train_tokenizer", "100"], "error: --train_tokenizer 100: 256 bytes and 6 special"),
         (["--input", "stdlib", "--train_tokenizer", "300", "--vocab_size", "300"], "error: --vocab_size: goes with"),
-        (["--input", "stdlib", "--train_tokenizer", "300", "--num_proc", "0"], "error: --num_proc 0: must be at least 1"),
+        (
+            ["--input", "stdlib", "--train_tokenizer", "300", "--num_proc", "0"],
+            "error: --num_proc 0: must be at least 1",
+        ),
     ],
 )
 def test_mistakes(arguments, message, tmp_path, capsys, monkeypatch):

@@ -163,6 +163,10 @@ def test_on_error_skips_or_replaces_and_counts(tmp_path, tokenizer_folder):
     corpus = PreparedCorpus.open(replaced)
     text = load_tokenizer(tokenizer_folder).decode(corpus.tokens[0 : corpus.num_tokens].tolist())
     assert "caf\ufffd" in text and "?!" in text
+    text = tmp_path / "a.py"
+    text.write_bytes(b"x = 'caf\xe9'\n")
+    replaced = run(text, tmp_path / "text", tokenizer_folder, on_error="replace", holdout=0.0)
+    assert Manifest.read(replaced).counts["replaced"] == 1
     path.write_bytes(GOOD + b"{\n")
     with pytest.raises(UserError, match="not JSON"):  # there is nothing to put in its place
         run(path, tmp_path / "no", tokenizer_folder, on_error="replace")

@@ -137,7 +137,9 @@ def test_full_disk(tmp_path, made):
         kill_after(1, patched)
         in_child(lambda: run(folder, tmp_path / "out"))
     _, text = in_child(limited)
-    assert text.startswith(f"UserError: {tmp_path / 'out'}: cannot be written: File too large; free space and run again")
+    assert text.startswith(
+        f"UserError: {tmp_path / 'out'}: cannot be written: File too large; free space and run again"
+    )
     assert not is_prepared(tmp_path / "out")
     messages = []
     assert Manifest.read(run(folder, tmp_path / "out", messages)).content_hash == content_hash
@@ -235,7 +237,9 @@ def test_folders_that_are_something_else(tmp_path, made):
 
 def test_other_settings_need_overwrite(copy, made):
     folder, content_hash = made
-    with pytest.raises(UserError, match="was prepared with other holdout, on_error; name another folder, or replace it"):
+    with pytest.raises(
+        UserError, match="was prepared with other holdout, on_error; name another folder, or replace it"
+    ):
         run(folder, copy, holdout=0.5, on_error="skip")
     assert Manifest.read(copy).content_hash == content_hash
     run(folder, copy, holdout=0.5, overwrite=True)

@@ -101,7 +101,9 @@ def test_silence_proves_death_elsewhere(tmp_path, monkeypatch, content):
     messages = []
     started = time.monotonic()
     with held_lock(path, "test", messages.append):
-        assert time.monotonic() - started > 1.4  # 1.0 s of heartbeats, then 0.8 s of silence, less a few beats and polls
+        assert (
+            time.monotonic() - started > 1.4
+        )  # 1.0 s of heartbeats, then 0.8 s of silence, less a few beats and polls
     beating.join()
     assert "taking the lock over" in messages[-1]
 

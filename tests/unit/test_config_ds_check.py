@@ -64,6 +64,10 @@ CASES = [
         ["optimizer.type=Muon", "gradient_clipping=0.0", "zero_optimization.stage=3"],
         {}, "zero_optimization.reduce_scatter", "write false",
     ),
+    (
+        ["optimizer.type=Muon", "gradient_clipping=0.0", "bf16.enabled=true", "data_types.grad_accum_dtype=fp32"],
+        {}, "zero_optimization.stage", "write stage 2",
+    ),
     (["zero_optimization.offload_optimizer.device=cpu"], {"compiler_available": False},
      "zero_optimization.offload_optimizer.device", "cpu_adam"),
     (["zero_optimization.offload_optimizer.device=cpu", "zero_optimization.stage=0"], {},

@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 import torch
 
+from recipes.config.batch_plan import BatchPlan, BatchRamp
 from recipes.config.errors import UserError
 from recipes.data.corpus import PreparedCorpus
 from recipes.data.loader import TrainingData, default_num_workers, heldout_batches, step_batches
@@ -27,7 +28,7 @@ def rank_steps(data, first_step, num_steps, *, G=8, micro=2, world=1, **options)
             step_batches(
                 data,
                 first_step=first_step,
-                global_batch_size=G,
+                batch_plan=BatchPlan(G, SEQ),
                 micro_batch_size=micro,
                 rank=rank,
                 world_size=world,
@@ -93,7 +94,7 @@ def test_workers_neither_repeat_nor_drop(tmp_path):
 
 
 def test_endless_stream_crosses_epochs(data):
-    steps = step_batches(data, first_step=10**6, global_batch_size=8, micro_batch_size=8, rank=0, world_size=1)
+    steps = step_batches(data, first_step=10**6, batch_plan=BatchPlan(8, SEQ), micro_batch_size=8, rank=0, world_size=1)
     batch = next(steps)
     assert batch.step == 10**6 and batch.epoch == 8 * 10**6 // data.num_sequences
     assert next(steps).step == 10**6 + 1
@@ -162,6 +163,29 @@ def test_heldout_of_an_empty_split(tmp_path):
     assert list(heldout_batches(corpus, seq_length=4, micro_batch_size=2, rank=0, world_size=1)) == []
 
 
+def test_growing_batch_and_an_offset_lose_and_repeat_no_sequence(data):
+    """A ramp from 4 to 8, then the same run resumed at step 3 with batches of 6: the sequences go on without a gap."""
+    ramped = BatchPlan(8, SEQ, BatchRamp(4, tokens=8 * SEQ))
+    steps = list(
+        step_batches(data, batch_plan=ramped, first_step=0, micro_batch_size=2, rank=0, world_size=1, num_steps=3)
+    )
+    assert [batch.sample_ids.numel() for batch in steps] == [4, 4, 8]  # by hand: 4 until 8 * SEQ tokens are consumed
+    fixed = BatchPlan(6, SEQ)
+    offset = 16 - fixed.samples_before(3)
+    resumed = step_batches(
+        data,
+        batch_plan=fixed,
+        first_step=3,
+        micro_batch_size=2,
+        rank=0,
+        world_size=1,
+        num_steps=2,
+        sample_offset=offset,
+    )
+    seen = [int(i) for batch in [*steps, *resumed] for i in batch.sample_ids.flatten()]
+    assert seen == [data.sample(index)["sample_id"] for index in range(16 + 12)]
+
+
 def test_data_survives_pickling(data):
     data.sample(5)
     assert data.corpora[0].tokens.descriptors
@@ -173,12 +197,19 @@ def test_data_survives_pickling(data):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"global_batch_size": 10**6}, r"fewer than one global batch of 1000000; lower --global_batch_size"),
-        ({"global_batch_size": 9, "micro_batch_size": 2}, r"--global_batch_size 9: must be a multiple of 2"),
+        ({"batch_plan": BatchPlan(10**6, SEQ)}, r"fewer than one global batch of 1000000; lower --global_batch_size"),
+        ({"batch_plan": BatchPlan(9, SEQ), "micro_batch_size": 2}, r"--global_batch_size 9: must be a multiple of 2"),
     ],
 )
 def test_batches_that_cannot_be_made(data, change, message):
-    options = {"first_step": 0, "global_batch_size": 8, "micro_batch_size": 2, "rank": 0, "world_size": 1, **change}
+    options = {
+        "first_step": 0,
+        "batch_plan": BatchPlan(8, SEQ),
+        "micro_batch_size": 2,
+        "rank": 0,
+        "world_size": 1,
+        **change,
+    }
     with pytest.raises(UserError, match=message):
         step_batches(data, **options)
 

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from recipes.config.errors import UserError
 from recipes.data import cutting, encode, preparation, sources
 from recipes.data.corpus import Manifest, PreparedCorpus
 from recipes.data.prepare import prepare, prepare_all
@@ -184,6 +185,22 @@ def test_hub_data_sets_are_streamed(tmp_path, tokenizer_folder, small_pieces, mo
     assert asked == [(("owner/name", "small"), {"split": "train", "streaming": True})]
 
 
+def test_a_hub_that_fails_is_gone_on_with(tmp_path, tokenizer_folder, small_pieces, monkeypatch):
+    def rows(fail_at):
+        for number, text in enumerate(TEXTS):
+            if number == fail_at:
+                raise ConnectionError("the network is gone")
+            yield {"text": text}
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *arguments, **options: rows(fail_at=40))
+    with pytest.raises(UserError, match="owner/name: .*: the network is gone"):
+        run(["owner/name"], tmp_path / "out", tokenizer_folder)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *arguments, **options: rows(fail_at=None))
+    messages = []
+    folder = run(["owner/name"], tmp_path / "out", tokenizer_folder, report=messages.append)
+    assert "going on after" in messages[0] and sorted(all_texts(folder)) == sorted(TEXTS)
+
+
 def test_order_of_files_and_processes_do_not_matter(tmp_path, tokenizer_folder, small_pieces):
     names = []
     for part in range(6):
@@ -285,7 +302,13 @@ def test_one_tokenizer_for_all_sources(tmp_path):
 def test_a_tokenizer_is_not_trained_on_what_is_held_out(tmp_path):
     words = ["".join(chr(97 + (number * 7 + place * place) % 26) for place in range(12)) for number in range(26)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps({"text": f"{word} " * 20}) + "\n" for word in words))
-    options = {"vocab_size": 2000, "holdout": 0.4, "num_proc": 1, "show_progress": False, "report": lambda message: None}
+    options = {
+        "vocab_size": 2000,
+        "holdout": 0.4,
+        "num_proc": 1,
+        "show_progress": False,
+        "report": lambda message: None,
+    }
     folder = prepare([str(tmp_path / "data.jsonl")], tmp_path / "out", **options)
     known = {token.lstrip("\u0120") for token in load_tokenizer(folder / "tokenizer").get_vocab()}
     heldout = {text.split()[0] for text in texts_of(folder, "heldout")}
