@@ -88,7 +88,8 @@ class DeepseekForCausalLM(nn.Module):
             cache: of the tokens before these, extended in place; without labels and document_ids only.
         Returns:
             Without labels: logits (B, S, V). With: loss () = CE / denominator + lambda / D * sum over depths of
-            CE_k / denominator + balance loss; detached cross_entropy_sum () and mtp_cross_entropy_sum (D,) [nats],
+            CE_k / denominator + balance loss; detached cross_entropy_sum (), sequence_cross_entropy_sum (B,) and
+            mtp_cross_entropy_sum (D,) [nats],
             label_count () and mtp_label_count (D,), balance_loss () with alpha, mean over sequences, sum over layers.
         Raises:
             ValueError: a cache together with labels or document_ids, or a sequence too short for the MTP depth.
@@ -157,18 +158,19 @@ class DeepseekForCausalLM(nn.Module):
         self, rows: list[Tensor], targets: list[Tensor], loss_denominator: float | Tensor | None, balance_loss: Tensor
     ) -> ModelOutput:
         """The head runs once, on the rows of all depths, so that its weight is gathered and its gradient made once."""
-        depths = len(rows) - 1
-        weights = [1.0, *(self.mtp_loss_weight / depths for _ in range(depths))]
+        depths, (batch, length) = len(rows) - 1, targets[0].shape
+        # the main prediction by sequence, then each depth as a whole
+        weights = [1.0] * batch + [self.mtp_loss_weight / depths for _ in range(depths)]
+        parts = [length] * batch + [part.numel() for part in targets[1:]]
         flat_rows = torch.cat([part.flatten(0, 1) for part in rows])  # (B, S, H) each -> (R, H)
-        total, sums = self.lm_head(
-            flat_rows, torch.cat([part.flatten() for part in targets]), [part.numel() for part in targets], weights
-        )
+        total, sums = self.lm_head(flat_rows, torch.cat([part.flatten() for part in targets]), parts, weights)
         counts = torch.stack([(part != IGNORE_INDEX).sum() for part in targets])
         denominator = counts[0].clamp(min=1) if loss_denominator is None else loss_denominator
         return {
             "loss": total / denominator + balance_loss,
-            "cross_entropy_sum": sums[0],
-            "mtp_cross_entropy_sum": sums[1:],
+            "cross_entropy_sum": sums[:batch].sum(),
+            "sequence_cross_entropy_sum": sums[:batch],
+            "mtp_cross_entropy_sum": sums[batch:],
             "label_count": counts[0],
             "mtp_label_count": counts[1:],
             "balance_loss": balance_loss.detach(),

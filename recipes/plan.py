@@ -12,34 +12,34 @@ if not __package__:  # run as a script: the repository's root, not recipes/, mus
 
 import argparse
 import json
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 
 from model.config import ConfigError, ModelConfig, load_model_config
-from model.flops import count_parameters
 from model.transformer import DeepseekForCausalLM
 from recipes.cluster.memory import Parameter
-from recipes.cluster.planning import (
-    Cluster,
-    Plan,
-    is_offloaded,
-    plan_ds_config,
-    scaling_law,
-    shortfall,
-    tokens_per_second_per_gpu,
-)
+from recipes.cluster.plan_report import PlanReport
+from recipes.cluster.planning import Cluster, Plan, plan_ds_config
+from recipes.config.batch import TRAIN_BATCH, nearest_multiples
 from recipes.config.batch_plan import BatchRamp
-from recipes.config.ds_check import precision
-from recipes.config.ds_config import DS_CONFIGS, RunFacts, apply_overrides, load_ds_config, resolve_ds_config
+from recipes.config.ds_config import (
+    DS_CONFIGS,
+    RunFacts,
+    apply_overrides,
+    choose_ds_config,
+    load_ds_config,
+    resolve_ds_config,
+)
 from recipes.config.errors import EXIT_SUCCESS, UserError, run_command
-from recipes.config.run_config import PretrainConfig, parse_pretrain_config
+from recipes.config.run_config import parse_pretrain_config
 from recipes.training.optimizer import parameter_groups
+from recipes.training.schedule_plot import plot_schedule
 
 LONGEST_DEFAULT_SEQUENCE = 4096  # what DeepSeek's models are pre-trained with
 DEFAULT_TOKENS = 1_000_000_000_000
-# files for clusters up to so many times smaller or larger are planned, too, unless --all
-NEIGHBOURHOOD = 8
+SMALLEST_FILE = 8  # files for clusters so many times smaller are planned, too; smaller ones with --all only
 GB = 1e9
 
 
@@ -66,7 +66,13 @@ def main(argv: list[str] | None = None) -> int:
         batch_ramp=BatchRamp.parse(config.batch_ramp) if config.batch_ramp else None,
     )
     if arguments.plot_schedule:
-        return _plot(arguments.plot_schedule, config, facts)
+        path = config.deepspeed_config or choose_ds_config("cuda", gpus, bf16=True)
+        resolved = resolve_ds_config(
+            apply_overrides(load_ds_config(path), config.set), source=str(path), facts=replace(facts, world_size=1)
+        )
+        plot_schedule(resolved, config, model, Path(arguments.plot_schedule))
+        print(f"{arguments.plot_schedule}: {resolved.scheduler['type']} over {resolved.max_steps} steps")
+        return EXIT_SUCCESS
     cluster = Cluster(
         gpus=gpus,
         gpu_memory_bytes=arguments.gpu_memory * GB,
@@ -77,28 +83,20 @@ def main(argv: list[str] | None = None) -> int:
         network_bytes_per_second=arguments.network_gbits * 1e9 / 8,
     )
     groups = _parameter_sizes(model)
+    # "none" is pretrain's default and here no wish: the least recomputation that fits is found
+    policy = None if config.gradient_checkpointing == "none" else config.gradient_checkpointing
     plans: list[Plan] = []
     refused: dict[str, list[str]] = {}
     for path in _files(config.deepspeed_config, gpus, arguments.all):
         overridden = apply_overrides(load_ds_config(path), config.set)
-        # a GPU machine's files only: on a CPU there is nothing to plan
-        policy = None if config.gradient_checkpointing == "none" else config.gradient_checkpointing
         try:
-            plans.append(plan_ds_config(path.stem, overridden, groups, facts, cluster, policy))
+            plans.append(plan_ds_config(path.stem, overridden, groups, _with_batch(facts, overridden), cluster, policy))
         except UserError as error:
             refused[path.stem] = error.faults
-    tokens = facts.train_tokens or (facts.max_steps or 0) * (plans[0].tokens_per_step if plans else 0)
-    best = _recommended(plans)
-    lines = [
-        *_heading(config.model, model, facts, cluster, tokens),
-        "",
-        *_table(plans, tokens),
-        "",
-        *_verdict(plans, refused, best, cluster, tokens),
-    ]
-    print("\n".join(lines))
+    report = PlanReport(config.model, facts, cluster, plans, refused)
+    print("\n".join(report.lines()))
     if config.json:
-        print(json.dumps(_result(plans, refused, best, cluster, tokens)))
+        print(json.dumps(report.result()))
     return EXIT_SUCCESS
 
 
@@ -126,8 +124,12 @@ def _parser() -> argparse.ArgumentParser:
         "--mfu", type=float, default=0.3, help="share of the peak that training reaches (default 0.3; V3 had 0.4)"
     )
     parser.add_argument("--node_gbits", type=float, default=3600, help="one GPU to its node [Gbit/s] (default 3600)")
-    parser.add_argument("--network_gbits", type=float, default=400, help="one GPU to other nodes [Gbit/s] (default 400)")
-    parser.add_argument("--all", action="store_true", help="plan every ds_config, not only those for such a cluster")
+    parser.add_argument(
+        "--network_gbits", type=float, default=400, help="one GPU to other nodes [Gbit/s] (default 400)"
+    )
+    parser.add_argument(
+        "--all", action="store_true", help="plan every ds_config, not only those for clusters of about this size"
+    )
     parser.add_argument("--plot_schedule", metavar="PNG", help="draw the learning rate over the run, and stop")
     return parser
 
@@ -164,8 +166,16 @@ def _files(named: str | None, gpus: int, every: bool) -> list[Path]:
     if named:
         return [Path(named)]
     sizes = {path: int(path.stem.split("gpu")[0]) for path in DS_CONFIGS.glob("*gpu_*.json")}
-    near = [path for path, size in sizes.items() if every or gpus / NEIGHBOURHOOD <= size <= gpus * NEIGHBOURHOOD]
+    near = [path for path, size in sizes.items() if every or gpus / SMALLEST_FILE <= size <= gpus]
     return sorted(near or sizes, key=lambda path: (sizes[path], path.name))
+
+
+def _with_batch(facts: RunFacts, config: dict[str, Any]) -> RunFacts:
+    """The facts with the file's global batch brought to the next multiple of the ranks, where it is none."""
+    stated = config.get(TRAIN_BATCH)
+    if facts.global_batch_size or not isinstance(stated, int) or stated % facts.world_size == 0:
+        return facts
+    return replace(facts, global_batch_size=nearest_multiples(stated, facts.world_size)[-1])
 
 
 def _parameter_sizes(model: ModelConfig) -> list[list[Parameter]]:
@@ -176,59 +186,5 @@ def _parameter_sizes(model: ModelConfig) -> list[list[Parameter]]:
     return [[(n, p.numel()) for n, p in zip(group["names"], group["params"], strict=True)] for group in groups]
 
 
-def _recommended(plans: list[Plan]) -> Plan | None:
-    """Of those that fit the fastest; an optimizer in the host's memory only where nothing else fits."""
-    fitting = [plan for plan in plans if plan.fits]
-    return min(
-        fitting,
-        key=lambda plan: (is_offloaded(plan), plan.step_seconds, precision(plan.resolved.config) != "bf16"),
-        default=None,
-    )
-
-
-def _heading(name: str, model: ModelConfig, facts: RunFacts, cluster: Cluster, tokens: float) -> list[str]:
-    count = count_parameters(model)
-    law = scaling_law(model, facts.seq_length, tokens)
-    return [
-        f"{name}: {count.total / 1e9:.2f}B parameters and {count.mtp / 1e9:.2f}B for multi-token prediction, "
-        f"{count.active / 1e9:.2f}B active per token; sequences of {facts.seq_length} tokens",
-        f"{cluster.gpus} GPUs of {cluster.gpu_memory_bytes / GB:.0f} GB; {tokens / 1e9:,.0f}B tokens at an MFU of "
-        f"{cluster.utilization:.0%} of {cluster.peak_flops / 1e12:.0f} TFLOP/s",
-        f"DeepSeek LLM's scaling law at {law['compute']:.2e} FLOP: lr {law['learning_rate']:.2e}, batch "
-        f"{law['batch_tokens'] / 1e6:.1f}M tokens = {law['batch_tokens'] / facts.seq_length:,.0f} sequences"
-        + (" (for a dense model of this depth and width)" if model.n_routed_experts else ""),
-    ]
-
-
-_COLUMNS = (
-    "ds_config", "fits", "GB", "weights", "grads", "optim.", "comm.", "act. none", "sel.", "full", "logits", "host",
-    "recompute", "micro x acc.", "M tok/step", "sent/step", "tok/s/GPU", "days",
-)  # fmt: skip
-
-
-def _table(plans: list[Plan], tokens: float) -> list[str]:
-    """A line for each plan; memory of one GPU in GB, activations under each recomputation."""
-    rows = [list(_COLUMNS)]
-    for plan in plans:
-        state, activations, resolved = plan.state, plan.activations, plan.resolved
-        sizes = [plan.total_bytes, state.weights, state.gradients, state.optimizer, state.communication]
-        sizes += [activations[p].kept + activations[p].layer for p in ("none", "selective", "full")]
-        sizes += [activations["none"].logits, state.host]
-        rows.append(
-            [
-                plan.name,
-                "yes" if plan.fits else "NO",
-                *(f"{size / GB:.1f}" for size in sizes),
-                plan.policy,
-                f"{resolved.micro_batch_size} x {resolved.gradient_accumulation_steps}",
-                f"{plan.tokens_per_step / 1e6:.2f}",
-                f"{plan.communication_bytes / GB:.1f}",
-                f"{plan.tokens_per_step / plan.step_seconds / resolved.config['train_batch_size']:.0f}"
-                if False
-                else f"{plan.tokens_per_step / plan.step_seconds:.0f}",
-                f"{plan.days(tokens):.1f}",
-            ]
-        )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
-    return ["  ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
-            for row in rows]  # fmt: skip
+if __name__ == "__main__":
+    sys.exit(run_command(main))

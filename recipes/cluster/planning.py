@@ -70,9 +70,14 @@ class Plan:
     communication_bytes: int
     step_seconds: float
 
+    @property
+    def token_seconds(self) -> float:
+        """Of one token, on the whole cluster."""
+        return self.step_seconds / self.tokens_per_step
+
     def days(self, tokens: float) -> float:
         """Days that so many tokens take, by `step_seconds`."""
-        return tokens / self.tokens_per_step * self.step_seconds / 86400
+        return tokens * self.token_seconds / 86400
 
 
 def total_bytes(state: ModelState, activations: Activations) -> int:
@@ -230,7 +235,3 @@ def shortfall(plan: Plan, cluster: Cluster) -> str:
 def is_offloaded(plan: Plan) -> bool:
     """Whether the optimizer works in the host's memory."""
     return bool(section(plan.resolved.config, "zero_optimization", "offload_optimizer"))
-
-
-def tokens_per_second_per_gpu(plan: Plan, cluster: Cluster) -> float:
-    return plan.tokens_per_step / plan.step_seconds / cluster.gpus

@@ -78,6 +78,11 @@ class ResolvedDsConfig:
     scheduler: dict[str, Any]
     notes: list[str]
 
+    @property
+    def gradient_checkpointing(self) -> str:
+        """ "full" where the file has a section `activation_checkpointing`, else "none"; a flag overrides it."""
+        return "full" if "activation_checkpointing" in self.config else "none"
+
 
 def load_ds_config(path: str | Path) -> dict[str, Any]:
     """Read a ds_config.

@@ -74,6 +74,19 @@ class PretrainConfig:
     document_mask: bool = field(
         default=False, metadata={"help": "keep attention inside a document; off as in DeepSeek-V3"}
     )
+    text_key: str = field(default="text", metadata={"help": "key or column of the text in jsonl, csv and parquet"})
+    holdout: float = field(default=0.1, metadata={"help": "part of the documents held out, by the hash of their text"})
+    on_error: str = field(
+        default="stop",
+        metadata={"help": "a bad record in the data: stop, replace or skip", "choices": ["stop", "replace", "skip"]},
+    )
+    verify_data: str = field(
+        default="quick",
+        metadata={
+            "help": "check prepared data by size (and hash if small), or all hashes",
+            "choices": ["quick", "full"],
+        },
+    )
     mixture_temperature: float = field(
         default=1.0, metadata={"help": "weight sources by size ** (1 / temperature) where --data gives no weights"}
     )

@@ -31,11 +31,11 @@ def check_data(config: PretrainConfig) -> None:
 
 def open_sources(
     config: PretrainConfig, model: ModelConfig
-) -> tuple[list[tuple[PreparedCorpus, float]], PreparedCorpus]:
+) -> tuple[list[tuple[PreparedCorpus, float]], list[PreparedCorpus]]:
     """Open every source, preparing what is not prepared yet.
 
     Returns:
-        (training corpus, its part of the tokens) for each source, and the held-out part of the first.
+        (training corpus, its part of the tokens) for each source, and the held-out part of each.
     Raises:
         UserError: a source is missing or damaged, or its token ids do not fit the model.
     """
@@ -45,12 +45,16 @@ def open_sources(
         PREPARED_FOLDER,
         tokenizer=config.tokenizer,
         vocab_size=model.vocab_size,
+        holdout=config.holdout,
+        text_key=config.text_key,
+        on_error=config.on_error,
         fim=config.fim_rate > 0,
     )
-    corpora = [PreparedCorpus.open(folder) for folder in folders]
+    corpora = [PreparedCorpus.open(folder, verify=config.verify_data) for folder in folders]
     for corpus in corpora:
         corpus.check_vocab_size(model.vocab_size)
     weights = resolve_weights(
         [corpus.num_tokens for corpus in corpora], [weight for _, weight in specs], config.mixture_temperature
     )
-    return list(zip(corpora, weights, strict=True)), PreparedCorpus.open(folders[0], "heldout")
+    heldout = [PreparedCorpus.open(folder, "heldout", verify=config.verify_data) for folder in folders]
+    return list(zip(corpora, weights, strict=True)), heldout

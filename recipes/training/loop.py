@@ -1,6 +1,9 @@
 """The training loop: batches in, steps, metrics, evaluations and checkpoints out."""
 
 import contextlib
+import functools
+import itertools
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +23,7 @@ from recipes.training.evaluation import Evaluation, evaluate
 from recipes.training.metrics import MetricsWriter, device_peak_flops, step_metrics
 from recipes.training.plan_run import RunPlan
 from recipes.training.resume import checkpoints_folder
-from recipes.training.step import train_step
+from recipes.training.step import StepResult, train_step
 from recipes.training.token_schedules import bias_update_speed_at, mtp_loss_weight_at, parse_later_weight
 
 MAX_SKIPPED_IN_A_ROW = 50  # dynamic loss scaling skips a few; this many in a row never recover
@@ -33,13 +36,13 @@ class TrainingRun:
     plan: RunPlan
     engine: Any
     data: TrainingData
-    heldout: PreparedCorpus
+    heldout: list[PreparedCorpus]
     state: TrainingState
 
     @property
     def tokenizer_folder(self) -> Path:
         """The tokenizer kept with the data."""
-        return self.heldout.tokenizer_folder
+        return self.heldout[0].tokenizer_folder
 
     def train(self) -> Evaluation | None:
         """Train to the last step; returns the last evaluation (None where nothing is held out)."""
@@ -52,12 +55,19 @@ class TrainingRun:
         with self._progress_bar() as bar, contextlib.closing(writer) if writer else contextlib.nullcontext():
             begin = time.perf_counter()
             for batch in self._batches():
+                data_wait = time.perf_counter() - begin
                 global_batch_size = batches.batch_at(state.step)
                 if self.engine.train_batch_size() != global_batch_size:
                     self.engine.set_train_batch_size(global_batch_size)
                 self.engine.module.mtp_loss_weight = self._mtp_loss_weight()
                 micro_batches = [_to_device(micro, device) for micro in batch.micro_batches]
-                result = train_step(self.engine, micro_batches, self._bias_update_speed())
+                result = train_step(
+                    self.engine,
+                    micro_batches,
+                    self._bias_update_speed(),
+                    batch.source_ids,
+                    len(self.data.corpora),
+                )
                 state.step += 1
                 state.samples += global_batch_size
                 state.tokens += result.label_tokens
@@ -72,9 +82,12 @@ class TrainingRun:
                     skipped_steps=state.skipped_steps,
                     epoch=batch.epoch,
                     seconds=now - begin,
+                    data_wait_seconds=data_wait,
                     flops_per_token=flops_per_token,
                     peak_flops=peak,
                 )
+                if len(self.data.corpora) > 1:
+                    line |= self._by_source(result)
                 if writer:
                     writer.write(line)
                 _show(bar, line)
@@ -121,6 +134,15 @@ class TrainingRun:
         tokens = self.plan.resolved.batch_plan.tokens_before(self.state.step)
         later = self.plan.config.mtp_loss_weight_later
         return mtp_loss_weight_at(tokens, self.plan.model.mtp_loss_weight, parse_later_weight(later) if later else None)
+
+    def _by_source(self, result: StepResult) -> dict[str, Any]:
+        """Loss of each source of a mixture, and how often each has been gone through."""
+        names = [corpus.folder.name for corpus in self.data.corpora]
+        losses = [None if math.isnan(loss) else loss for loss in result.source_losses]
+        return {
+            "source_loss": dict(zip(names, losses, strict=True)),
+            "source_epochs": dict(zip(names, self.data.repeats(self.state.samples), strict=True)),
+        }
 
     def _due(self, every: int) -> bool:
         """Whether something done every so many steps, and at the end, is due now."""
@@ -177,16 +199,18 @@ def _to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tens
     return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
-def evaluate_heldout(engine: Any, plan: RunPlan, heldout: PreparedCorpus) -> Evaluation | None:
-    """Loss over the whole held-out part; None where it is too small for one sequence."""
-    if heldout.num_tokens <= 1:
+def evaluate_heldout(engine: Any, plan: RunPlan, heldout: list[PreparedCorpus]) -> Evaluation | None:
+    """Loss over the whole held-out part of all sources; None where nothing is held out."""
+    heldout = [corpus for corpus in heldout if corpus.num_tokens > 1]
+    if not heldout:
         return None
-    batches = heldout_batches(
-        heldout,
+    share_batches = functools.partial(
+        heldout_batches,
         seq_length=plan.seq_length,
         micro_batch_size=plan.resolved.micro_batch_size,
         rank=plan.launch.rank,
         world_size=plan.launch.world_size,
         document_mask=plan.config.document_mask,
     )
-    return evaluate(engine, batches, heldout.num_bytes)
+    batches = itertools.chain.from_iterable(map(share_batches, heldout))
+    return evaluate(engine, batches, sum(corpus.num_bytes for corpus in heldout))

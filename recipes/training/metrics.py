@@ -61,12 +61,14 @@ def step_metrics(
     skipped_steps: int,
     epoch: int,
     seconds: float,
+    data_wait_seconds: float,
     flops_per_token: float,
     peak_flops: float,
 ) -> dict[str, Any]:
     """One line of metrics.jsonl.
 
     Args:
+        data_wait_seconds: of `seconds`, what this rank waited for its batch.
         flops_per_token: forward and backward of one token [FLOP].
         peak_flops: of one device [FLOP/s].
     """
@@ -82,6 +84,7 @@ def step_metrics(
         "loss_scale": float(getattr(engine.optimizer, "cur_scale", 1.0)),
         "skipped_steps": skipped_steps,
         "step_seconds": seconds,
+        "data_wait_seconds": data_wait_seconds,
         "tokens_per_second": tokens_per_second,
         "mfu": tokens_per_second * flops_per_token / (peak_flops * engine.dp_world_size),
         "memory_bytes": memory_bytes(engine.device),

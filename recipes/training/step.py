@@ -23,16 +23,25 @@ class StepResult:
     learning_rate: float  # of this step's update
     grad_norm: float  # before clipping; inf when the step was skipped
     applied: bool  # False: non-finite gradients, the step was skipped
+    source_losses: list[float]  # main cross-entropy by source [nats per token]; nan where the step had none of it
     expert_load: dict[str, list[float]]  # router -> share of its tokens by expert
 
 
-def train_step(engine: Any, micro_batches: list[dict[str, Tensor]], bias_update_speed: float) -> StepResult:
+def train_step(
+    engine: Any,
+    micro_batches: list[dict[str, Tensor]],
+    bias_update_speed: float,
+    source_ids: Tensor,
+    num_sources: int,
+) -> StepResult:
     """Run all micro-batches of one optimizer step through the engine.
 
     Args:
         engine: the DeepSpeed engine.
         micro_batches: this rank's, `gradient_accumulation_steps` of them, on the engine's device.
         bias_update_speed: gamma of the balancing bias [bias units per optimizer step].
+        source_ids: (micro-steps, micro_batch_size) int64, which source each sequence is from.
+        num_sources: sources of the run.
     Raises:
         TrainingFault: a gradient is not finite where DeepSpeed would apply it all the same (fp32 without ZeRO).
     """
@@ -43,8 +52,9 @@ def train_step(engine: Any, micro_batches: list[dict[str, Tensor]], bias_update_
     denominator = max(label_tokens, 1) / (engine.dp_world_size * len(micro_batches))
 
     learning_rate = engine.get_lr()[0]  # engine.step() moves the schedule on
+    by_source = torch.zeros(2, num_sources, device=engine.device, dtype=torch.float64)  # nats, tokens
     sums = torch.zeros(4, device=engine.device, dtype=torch.float64)
-    for batch in micro_batches:
+    for batch, sources in zip(micro_batches, source_ids.to(engine.device), strict=True):
         output = engine(**batch, loss_denominator=denominator)
         engine.backward(output["loss"])
         if engine.is_gradient_accumulation_boundary():
@@ -58,7 +68,10 @@ def train_step(engine: Any, micro_batches: list[dict[str, Tensor]], bias_update_
                 output["balance_loss"].double(),
             ]
         )
+        by_source[0].index_add_(0, sources, output["sequence_cross_entropy_sum"].double())
+        by_source[1].index_add_(0, sources, (batch["labels"] != IGNORED_LABEL).sum(dim=1).double())
     _all_reduce(sums)
+    _all_reduce(by_source)
     loss, mtp_loss, mtp_label_tokens, balance_loss = sums.tolist()
     grad_norm = engine.get_global_grad_norm() if norm is None else norm
     applied = bool(engine.was_step_applied())
@@ -70,6 +83,7 @@ def train_step(engine: Any, micro_batches: list[dict[str, Tensor]], bias_update_
         learning_rate=learning_rate,
         grad_norm=float(grad_norm) if applied and grad_norm is not None else float("inf"),
         applied=applied,
+        source_losses=(by_source[0] / by_source[1]).tolist(),
         expert_load=balance_experts(engine.module, bias_update_speed if applied else 0.0),
     )
 

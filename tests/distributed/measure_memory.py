@@ -15,6 +15,7 @@ import torch
 from model.config import ModelConfig
 from recipes.cluster.launch import quiet_deepspeed, read_launch, start_process_group, stop_process_group
 from recipes.training.engine import build_engine, build_model
+from recipes.training.initial_weights import draw_weights
 
 PARTS = ("weights", "optimizer", "gradients")
 
@@ -48,6 +49,12 @@ def ds_config(dtype, stage, **more):
     if dtype != "fp32":
         config[dtype] = {"enabled": True} | ({"initial_scale_power": 8} if dtype == "fp16" else {})
     return config
+
+
+def drawn(config, settings):
+    model = build_model(config, settings)
+    draw_weights(model, seed=1)
+    return model
 
 
 def storages(tensors):
@@ -86,7 +93,7 @@ def sizes(engine, before):
 
 def measure(config, settings):
     before = set(storages(all_tensors()))
-    engine = build_engine(build_model(config, settings, seed=1), settings, lambda step: 1.0)
+    engine = build_engine(drawn(config, settings), settings, lambda step: 1.0)
     before |= set(storages(engine.module.buffers()))
     ids = torch.arange(9).unsqueeze(0)
     before |= set(storages([ids]))

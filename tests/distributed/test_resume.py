@@ -14,7 +14,7 @@ import torch
 from launching import PRETRAIN, REPOSITORY, environment, metrics, run_python, run_ranks
 
 STEPS = 20
-MEASURED = ("step_seconds", "tokens_per_second", "mfu", "memory_bytes")  # differ from run to run by nature
+MEASURED = ("step_seconds", "data_wait_seconds", "tokens_per_second", "mfu", "memory_bytes")  # differ from run to run by nature
 
 
 def flags(model, corpus, folder, *more):

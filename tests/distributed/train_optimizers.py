@@ -13,6 +13,7 @@ import torch
 from model.config import ModelConfig
 from recipes.cluster.launch import quiet_deepspeed, read_launch, start_process_group, stop_process_group
 from recipes.training.engine import build_engine, build_model
+from recipes.training.initial_weights import draw_weights
 
 RATE, DECAY = 0.5, 0.1
 ADAMW = {"type": "AdamW", "params": {"lr": RATE, "betas": [0.9, 0.95], "weight_decay": DECAY, "torch_adam": True}}
@@ -27,6 +28,12 @@ def ds_config(stage, optimizer):
         "zero_optimization": {"stage": stage, "reduce_scatter": False, "reduce_bucket_size": 100_000},
         "optimizer": optimizer,
     }
+
+
+def drawn(config, settings):
+    model = build_model(config, settings)
+    draw_weights(model, seed=1)
+    return model
 
 
 def whole(parameter):
@@ -72,7 +79,7 @@ if __name__ == "__main__":
             if kind == "Muon" and stage == 0:
                 continue
             settings = ds_config(stage, optimizer)
-            engine = build_engine(build_model(config, settings, seed=1), settings, lambda step: 1.0)
+            engine = build_engine(drawn(config, settings), settings, lambda step: 1.0)
             report[f"{kind} {stage}"] = {
                 "groups": groups(engine),
                 "result": decay_ratios(engine) if kind == "AdamW" else losses(engine, 12),
