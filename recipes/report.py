@@ -1,6 +1,6 @@
 """Write one self-contained HTML report of a run, or of several runs side by side.
 
-    python recipes/report.py RUN [RUN...] [--output FILE] [--json]
+python recipes/report.py RUN [RUN...] [--output FILE] [--json]
 """
 
 import argparse

@@ -50,6 +50,13 @@ def device_dtypes() -> frozenset[str]:
     return frozenset({"fp32", "fp16", "bf16"})
 
 
+def prefers_bf16() -> bool:
+    """Whether bf16 is the device's precision of choice: on GPUs wherever it has it, on CPUs with bf16 matrix units."""
+    if device_type() == "cuda":
+        return "bf16" in device_dtypes()
+    return bool(torch.cpu.get_capabilities().get("amx_bf16", False))
+
+
 def quiet_deepspeed() -> None:
     """Keep DeepSpeed's log to warnings, and tell it that a machine without a GPU is meant to have none.
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's ops that are compiled at run time: which a run needs, where they are built, and locks of killed builds."""
+"""DeepSpeed's ops that are compiled at run time: which a run needs, where they lie, and locks of killed builds."""
 
 import os
 import shutil

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from model.flops import training_flops_per_token
 from recipes.config.errors import TrainingFault
 from recipes.data.corpus import PreparedCorpus
-from recipes.data.loader import TrainingData, default_num_workers, heldout_batches, step_batches
+from recipes.data.loader import TrainingData, heldout_batches, step_batches
 from recipes.training.checkpoint import TrainingState, save_checkpoint
 from recipes.training.evaluation import Evaluation, evaluate
 from recipes.training.metrics import MetricsWriter, device_peak_flops, step_metrics
@@ -106,9 +106,6 @@ class TrainingRun:
 
     def _batches(self) -> Iterator[Any]:
         plan, resolved = self.plan, self.plan.resolved
-        workers = plan.config.num_workers
-        if workers is None:
-            workers = default_num_workers(plan.device_type, plan.launch.local_world_size)
         batches = step_batches(
             self.data,
             batch_plan=resolved.batch_plan,
@@ -118,7 +115,7 @@ class TrainingRun:
             micro_batch_size=resolved.micro_batch_size,
             rank=plan.launch.rank,
             world_size=plan.launch.world_size,
-            num_workers=workers,
+            num_workers=plan.num_workers,
             pin_memory=self.engine.device.type == "cuda",
         )
         for _ in range(self.state.step, resolved.max_steps):

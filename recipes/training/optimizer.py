@@ -1,8 +1,8 @@
 """Parameter groups: which parameters decay.
 
-The optimizer itself is DeepSpeed's, as the ds_config names it; it gets these groups. A group's `name` and `weight_decay`
-go through every ZeRO stage. With Muon, DeepSpeed splits each group again: hidden matrices (the routed experts' too) to
-Muon, embeddings, head, norms and biases to AdamW, each with its group's weight decay.
+The optimizer itself is DeepSpeed's, as the ds_config names it; it gets these groups. A group's `name` and
+`weight_decay` go through every ZeRO stage. With Muon, DeepSpeed splits each group again: hidden matrices (the routed
+experts' too) to Muon, embeddings, head, norms and biases to AdamW, each with its group's weight decay.
 """
 
 from collections.abc import Iterable
@@ -22,7 +22,8 @@ def parameter_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], weigh
     Returns:
         Groups with `params`, their `names`, `weight_decay` and a `name`; no group is empty.
     Source: V3 sec. 4.2, V2 sec. 3.1, MoE sec. 5.1, LLM sec. 2.3: weight decay 0.1. Which parameters are left out is
-        not stated there: a norm's weight is a scale, and an embedding's row decays also in the steps that never read it.
+        not stated there: a norm's weight is a scale, and an embedding's row would decay also in the steps that never
+        read it.
     """
     members: dict[str, list[tuple[str, nn.Parameter]]] = {DECAYED: [], NOT_DECAYED: []}
     for name, parameter in named_parameters:

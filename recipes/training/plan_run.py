@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from model.config import ConfigError, ModelConfig, load_model_config
-from recipes.cluster.launch import Launch, device_dtypes, device_type
+from recipes.cluster.launch import Launch, device_dtypes, device_type, prefers_bf16
 from recipes.cluster.op_builds import has_compiler
 from recipes.config.batch_plan import BatchRamp
 from recipes.config.ds_config import (
@@ -18,6 +18,7 @@ from recipes.config.ds_config import (
 )
 from recipes.config.errors import UserError
 from recipes.config.run_config import PretrainConfig, run_folder
+from recipes.data.loader import default_num_workers
 from recipes.training.checkpoint import TrainingState, read_state
 from recipes.training.data_sources import check_data
 from recipes.training.resume import check_same_layout, check_same_run, find_candidates
@@ -53,6 +54,13 @@ class RunPlan:
         if not self.config.lr_follows_batch:
             return schedule
         return Schedule(schedule.name, follow_batch(schedule.multiplier, batches, self.config.lr_scaling))
+
+    @property
+    def num_workers(self) -> int:
+        """Processes a rank that load batches."""
+        if self.config.num_workers is not None:
+            return self.config.num_workers
+        return default_num_workers(self.device_type, self.launch.local_world_size)
 
     @property
     def zero_stage(self) -> int:
@@ -99,7 +107,7 @@ def plan_run(config: PretrainConfig, launch: Launch) -> RunPlan:
     if config.init_from:
         _check_initial_weights(config.init_from, model)
     device = device_type()
-    source = config.deepspeed_config or str(choose_ds_config(device, launch.world_size, "bf16" in device_dtypes()))
+    source = config.deepspeed_config or str(choose_ds_config(device, launch.world_size, prefers_bf16()))
     max_steps = config.max_steps or (None if config.train_tokens else DEFAULT_MAX_STEPS)
     facts = RunFacts(
         world_size=launch.world_size,

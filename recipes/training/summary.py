@@ -37,7 +37,7 @@ def plan_lines(plan: RunPlan) -> list[str]:
         f"x {launch.world_size} ranks",
         f"steps          {resolved.max_steps} ({resolved.batch_plan.tokens_before(resolved.max_steps):,} tokens)",
         f"learning rate  {resolved.lr_line}",
-        f"data           {' '.join(plan.config.data)}",
+        f"data           {' '.join(plan.config.data)}; {plan.num_workers} loading processes a rank",
         f"run's folder   {plan.folder}",
         f"begins from    {start}",
         *(f"note           {note}" for note in resolved.notes),

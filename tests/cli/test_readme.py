@@ -28,7 +28,7 @@ def trained(tmp_path_factory, small_model, small_corpus):
 
 
 def run_command(command, folder, model, corpus, output=None):
-    """Run a README line with runs/ replaced by a folder of the test's, and pretrain cut to two steps of a tiny shape."""
+    """Run a README line with a folder of the test's for runs/, and pretrain cut to two steps of a tiny shape."""
     words = [
         str(folder / word.removeprefix("runs/")) if word.startswith("runs/") else word for word in shlex.split(command)
     ]

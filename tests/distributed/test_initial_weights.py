@@ -21,7 +21,10 @@ def test_a_differing_rank_is_named(small_model):
 def barely_trained(tmp_path_factory, small_model, small_corpus):
     """Runs on two ranks at stages 1 and 3 of one step too small to change a float32: they end as they began."""
     folder = tmp_path_factory.mktemp("initial")
-    flags = f"--model {small_model} --data {small_corpus} --max_steps 1 --seq_length 32 --global_batch_size 4 --seed 9"
+    flags = (
+        f"--deepspeed_config ds_configs/cpu.json --model {small_model} --data {small_corpus} --max_steps 1 "
+        "--seq_length 32 --global_batch_size 4 --seed 9"
+    )
     runs = [
         [*flags.split(), "--output_dir", str(folder / f"stage{stage}"), "--set", "optimizer.params.lr=1e-30",
          f"zero_optimization.stage={stage}"]

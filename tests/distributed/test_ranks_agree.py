@@ -18,7 +18,8 @@ def losses(tmp_path_factory, small_corpus, small_model):
         runs = []
         for stage in STAGES:
             runs.append(
-                f"--model {small_model} --data {small_corpus} --max_steps {STEPS} --seq_length 32 "
+                f"--deepspeed_config ds_configs/cpu.json --model {small_model} --data {small_corpus} "
+                f"--max_steps {STEPS} --seq_length 32 "
                 f"--global_batch_size 16 --output_dir {folder}/{ranks}_{stage} --resume never "
                 f"--set zero_optimization.stage={stage} train_micro_batch_size_per_gpu=4".split()
             )

@@ -14,13 +14,20 @@ import torch
 from launching import PRETRAIN, REPOSITORY, environment, metrics, run_python, run_ranks
 
 STEPS = 20
-MEASURED = ("step_seconds", "data_wait_seconds", "tokens_per_second", "mfu", "memory_bytes")  # differ from run to run by nature
+MEASURED = (
+    "step_seconds",
+    "data_wait_seconds",
+    "tokens_per_second",
+    "mfu",
+    "memory_bytes",
+)  # differ from run to run by nature
 
 
 def flags(model, corpus, folder, *more):
     return [
         *f"--model {model} --data {corpus} --max_steps {STEPS} --seq_length 32 --global_batch_size 8".split(),
-        *f"--output_dir {folder} --save_steps 5 --save_total_limit 0 --eval_steps 10".split(),
+        *f"--deepspeed_config ds_configs/cpu.json --output_dir {folder}".split(),
+        *"--save_steps 5 --save_total_limit 0 --eval_steps 10".split(),
         *more,
     ]
 

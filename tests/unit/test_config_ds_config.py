@@ -106,8 +106,9 @@ def test_overrides_leave_their_input_alone_and_report_all_faults():
 @pytest.mark.parametrize(
     "device, world_size, bf16, name",
     [
-        ("cpu", 1, True, "cpu"),
-        ("cpu", 4, True, "cpu"),
+        ("cpu", 1, False, "cpu"),
+        ("cpu", 4, False, "cpu"),
+        ("cpu", 2, True, "cpu_bf16"),
         ("cuda", 1, True, "1gpu_bf16"),
         ("cuda", 1, False, "1gpu_fp16"),
         ("cuda", 8, True, "8gpu_zero2_bf16"),
