@@ -83,14 +83,21 @@ def main(argv: list[str] | None = None) -> int:
         network_bytes_per_second=arguments.network_gbits * 1e9 / 8,
     )
     groups = _parameter_sizes(model)
-    # "none" is pretrain's default and here no wish: the least recomputation that fits is found
-    policy = None if config.gradient_checkpointing == "none" else config.gradient_checkpointing
     plans: list[Plan] = []
     refused: dict[str, list[str]] = {}
     for path in _files(config.deepspeed_config, gpus, arguments.all):
         overridden = apply_overrides(load_ds_config(path), config.set)
         try:
-            plans.append(plan_ds_config(path.stem, overridden, groups, _with_batch(facts, overridden), cluster, policy))
+            plans.append(
+                plan_ds_config(
+                    path.stem,
+                    overridden,
+                    groups,
+                    _with_batch(facts, overridden),
+                    cluster,
+                    config.gradient_checkpointing,
+                )
+            )
         except UserError as error:
             refused[path.stem] = error.faults
     report = PlanReport(config.model, facts, cluster, plans, refused)

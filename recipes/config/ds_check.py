@@ -53,6 +53,15 @@ def combination_faults(config: dict[str, Any], source: str, facts: "RunFacts") -
     return [f"{source}: {fault}" for check in checks for fault in check(config, facts)]
 
 
+def combination_notes(config: dict[str, Any]) -> list[str]:
+    """What works, but not as one would think."""
+    if enabled(config, "bf16") and zero_stage(config) == 0:
+        return [
+            "bf16.enabled: at zero_optimization.stage 0 DeepSpeed begins with one AdamW step on no gradient; stage 1 not"
+        ]
+    return []
+
+
 def _precision(config: dict[str, Any], facts: "RunFacts") -> Iterator[str]:
     both = enabled(config, "fp16") and enabled(config, "bf16")
     stage = zero_stage(config)
@@ -212,12 +221,13 @@ def _section_values(config: dict[str, Any], facts: "RunFacts") -> Iterator[str]:
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
     from pydantic import ValidationError
 
+    alone = {MICRO_BATCH: 1, "zero_optimization": {"stage": min(zero_stage(config), 3)}}  # some ask for the stage
     with quiet_deepspeed():
         for key, value in config.items():
             if key in _READ_ELSEWHERE or (key == "expert_parallel" and enabled(config, key)):
                 continue
             try:
-                DeepSpeedConfig({MICRO_BATCH: 1, key: value})
+                DeepSpeedConfig(alone | {key: value})
             except ValidationError as error:
                 for item in error.errors():
                     location = [str(part) for part in item["loc"]]

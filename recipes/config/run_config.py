@@ -67,9 +67,13 @@ class PretrainConfig:
         default=None,
         metadata={"help": "WEIGHT:TOKENS, the MTP loss's weight from so many tokens on; DeepSeek-V3: 0.1:10e12"},
     )
-    gradient_checkpointing: str = field(
-        default="none",
-        metadata={"help": "recompute activations in the backward pass", "choices": ["none", "full", "selective"]},
+    gradient_checkpointing: str | None = field(
+        default=None,
+        metadata={
+            "help": "recompute activations in the backward pass: none, full, or selective (keeps attention's); default: "
+            "full where the ds_config has a section activation_checkpointing",
+            "choices": ["none", "full", "selective"],
+        },
     )
     document_mask: bool = field(
         default=False, metadata={"help": "keep attention inside a document; off as in DeepSeek-V3"}

@@ -226,7 +226,7 @@ def _translate_warmup(given: dict[str, Any], params: dict[str, Any], optimizer_l
     peak, faults = _peak("warmup_max_lr", params.get("warmup_max_lr"), optimizer_lr, why)
     top = peak or optimizer_lr
     ratio = given["warmup_min_lr"] / top if top else 0.0
-    warmup = {"warmup_num_steps": _warmup_steps(given, params), "warmup_min_ratio": ratio}
+    warmup = {"warmup_num_steps": given["warmup_num_steps"], "warmup_min_ratio": ratio}
     warmup["warmup_type"] = given["warmup_type"]
     notes = [_two_steps_note("warmup_min_lr")]
     if "total_num_steps" in given:
@@ -234,14 +234,10 @@ def _translate_warmup(given: dict[str, Any], params: dict[str, Any], optimizer_l
     return "constant", warmup, peak, notes, faults
 
 
-def _translate_warmup_decay(given: dict[str, Any], params: dict[str, Any], optimizer_lr: float | None) -> Any:
-    return _translate_warmup({"total_num_steps": "auto", **given}, params, optimizer_lr)
-
-
 def _translate_warmup_cosine(given: dict[str, Any], params: dict[str, Any], optimizer_lr: float | None) -> Any:
     notes = [_two_steps_note("warmup_min_ratio"), "scheduler: WarmupCosineLR reaches the optimizer's lr at its peak"]
     ours = {
-        "warmup_num_steps": _warmup_steps(given, params),
+        "warmup_num_steps": given["warmup_num_steps"],
         "warmup_min_ratio": given["warmup_min_ratio"],
         "warmup_type": given["warmup_type"],
         "total_num_steps": given.get("total_num_steps", "auto"),
@@ -287,17 +283,13 @@ def _translate_range_test(given: dict[str, Any], params: dict[str, Any], optimiz
     return "range_test", ours, peak, [], faults
 
 
-def _warmup_steps(given: dict[str, Any], params: dict[str, Any]) -> Any:
-    return params.get("warmup_num_steps", given["warmup_num_steps"])
-
-
 def _two_steps_note(key: str) -> str:
     return f"scheduler: DeepSpeed takes two steps at {key}; here it is one, and the peak comes at warmup_num_steps"
 
 
 _TRANSLATIONS = {
     "WarmupLR": _translate_warmup,
-    "WarmupDecayLR": _translate_warmup_decay,
+    "WarmupDecayLR": lambda given, *rest: _translate_warmup({"total_num_steps": "auto", **given}, *rest),
     "WarmupCosineLR": _translate_warmup_cosine,
     "OneCycle": _translate_one_cycle,
     "LRRangeTest": _translate_range_test,

@@ -51,7 +51,7 @@ def pretrain(plan: RunPlan) -> int:
     model = build_model(plan.model, plan.resolved.config)
     _fill(model, plan, fresh=newest is None)
     engine = build_engine(model, plan.resolved.config, plan.schedule.multiplier)
-    engine.module.set_gradient_checkpointing(plan.config.gradient_checkpointing)
+    engine.module.set_gradient_checkpointing(plan.config.gradient_checkpointing or plan.resolved.gradient_checkpointing)
     state = TrainingState(**plan.layout)
     if newest:
         state = load_checkpoint(engine, newest)

@@ -33,7 +33,18 @@ def barely_trained(tmp_path_factory, small_model, small_corpus):
     listing = folder / "runs.json"
     listing.write_text(json.dumps(runs))
     run_ranks(["tests/distributed/train_runs.py", str(listing)], ranks=2)
+    alone = [word.replace("stage1", "alone") for word in runs[0]]
+    assert run_python([PRETRAIN, *alone]).code == 0
     return folder
+
+
+def test_heldout_loss_does_not_depend_on_world_size(barely_trained):
+    """Every held-out token is predicted once, whoever does it, so that the same weights have the same loss."""
+    losses = [metrics(barely_trained / name, evaluation=True)[-1] for name in ("alone", "stage1", "stage3")]
+    for other in losses[1:]:
+        # the sums are float64; 1e-6 is for float32 rows that were computed beside other rows
+        assert other["eval_loss"] == pytest.approx(losses[0]["eval_loss"], rel=1e-6)
+        assert other["eval_bits_per_byte"] == pytest.approx(losses[0]["eval_bits_per_byte"], rel=1e-6)
 
 
 def test_initial_weights_do_not_depend_on_world_size_or_stage(barely_trained, small_model):

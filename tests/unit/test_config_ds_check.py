@@ -30,6 +30,10 @@ def facts(**changes):
     return RunFacts(**(values | changes))
 
 
+def resolve(config, **fact_changes):
+    return resolve_ds_config(config, source="f.json", facts=facts(**fact_changes))
+
+
 def faults_of(overrides=(), remove=(), **fact_changes):
     config = apply_overrides(GOOD, list(overrides))
     for key in remove:
@@ -39,7 +43,7 @@ def faults_of(overrides=(), remove=(), **fact_changes):
             section = section[parent]
         del section[last]
     try:
-        resolve_ds_config(config, source="f.json", facts=facts(**fact_changes))
+        resolve(config, **fact_changes)
     except UserError as error:
         return error.faults
     return []
@@ -127,6 +131,14 @@ def test_muon_and_offload_are_taken_where_they_work():
     assert faults_of(["zero_optimization.offload_optimizer.device=cpu"]) == []
     assert faults_of(["torch_autocast.enabled=true", "torch_autocast.dtype=float16", "gradient_clipping=0.0"]) == []
     assert faults_of(["expert_parallel.enabled=true", "expert_parallel.autoep_size=2"]) == []
+    # a section that DeepSpeed takes only together with another one
+    assert faults_of(["bf16.enabled=true", "bf16.bf16_master_weights_and_grads=true"]) == []
+
+
+def test_bf16_without_zero_is_taken_and_said():
+    config = apply_overrides(GOOD, ["bf16.enabled=true", "zero_optimization.stage=0"])
+    assert any("begins with one AdamW step" in note for note in resolve(config).notes)
+    assert not any("AdamW" in note for note in resolve(GOOD).notes)
 
 
 def test_eight_faults_come_in_one_report(tmp_path):

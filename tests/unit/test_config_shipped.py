@@ -17,8 +17,9 @@ from recipes.config.ds_check import precision, zero_stage
 from recipes.config.ds_config import DS_CONFIGS, RunFacts, load_ds_config, resolve_ds_config
 
 FILES = sorted(path.stem for path in DS_CONFIGS.glob("*.json"))
-REQUIRED = """cpu cpu_bf16 1gpu_fp16 1gpu_bf16 1gpu_offload_bf16 8gpu_zero1_fp16 8gpu_zero1_bf16 8gpu_zero2_fp16 8gpu_zero2_bf16
-8gpu_zero3_fp16 8gpu_zero3_bf16 32gpu_zero2_bf16 64gpu_zero3_bf16 256gpu_ep32_bf16 2048gpu_ep128_bf16""".split()
+REQUIRED = """cpu cpu_bf16 1gpu_fp16 1gpu_bf16 1gpu_offload_bf16 8gpu_zero1_fp16 8gpu_zero1_bf16 8gpu_zero2_fp16
+8gpu_zero2_bf16 8gpu_zero3_fp16 8gpu_zero3_bf16 32gpu_zero2_bf16 64gpu_zero3_bf16 256gpu_ep32_bf16
+2048gpu_ep128_bf16""".split()
 
 
 def ranks_of(name):

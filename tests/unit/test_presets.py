@@ -120,7 +120,7 @@ def test_a_twin_draws_the_same_curves_over_a_thousandth_of_the_tokens(name):
         if percent in (60, 80, 90):
             continue  # the step itself falls on one side or the other
         # along the steepest cosine the rate changes by pi / 2 * its share of the run; a twin's step is that much longer
-        slope = 1.6 / 0.29 * step_share
+        slope = 1.6 / 0.29 * step_share if full_run.scheduler["type"] == "deepseek_v3" else 1e-9
         assert twin_rate(twin_step) / twin_run.peak_learning_rate == pytest.approx(
             full_rate(full_step) / full_run.peak_learning_rate, abs=slope
         ), share
