@@ -12,6 +12,8 @@ sys.path.insert(0, str(REPOSITORY))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Tiny shapes gain nothing from threads, which on a shared machine cost much; must be set before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
 
 

@@ -56,9 +56,7 @@ def combination_faults(config: dict[str, Any], source: str, facts: "RunFacts") -
 def combination_notes(config: dict[str, Any]) -> list[str]:
     """What works, but not as one would think."""
     if enabled(config, "bf16") and zero_stage(config) == 0:
-        return [
-            "bf16.enabled: at zero_optimization.stage 0 DeepSpeed begins with one AdamW step on no gradient; stage 1 not"
-        ]
+        return ["bf16.enabled: at zero_optimization.stage 0 DeepSpeed begins with one AdamW step on no gradient"]
     return []
 
 
