@@ -9,9 +9,6 @@ if not __package__:  # run as a script: the repository's root, not recipes/, mus
 import json
 import os
 
-# Before torch loads OpenMP: threads that spin while they wait bring a shared machine almost to a stop.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
 from recipes.config.errors import EXIT_SUCCESS, run_command
 from recipes.config.run_config import parse_pretrain_config
 

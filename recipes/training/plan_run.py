@@ -26,7 +26,7 @@ from recipes.training.schedule import Schedule, build_schedule
 from recipes.training.token_schedules import follow_batch, parse_later_weight
 from recipes.training.trained_model import open_weights, without_mtp
 
-DEFAULT_MAX_STEPS = 600  # the default run: minutes on two CPU cores
+DEFAULT_MAX_STEPS = 500  # the default run: minutes on two CPU cores
 LONGEST_DEFAULT_SEQUENCE = 4096  # what DeepSeek's models are pre-trained with
 
 
