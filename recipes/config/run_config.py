@@ -70,8 +70,8 @@ class PretrainConfig:
     gradient_checkpointing: str | None = field(
         default=None,
         metadata={
-            "help": "recompute activations in the backward pass: none, full, or selective (keeps attention's); default: "
-            "full where the ds_config has a section activation_checkpointing",
+            "help": "recompute activations in the backward pass: none, full, or selective (keeps attention's); "
+            "default: full where the ds_config has a section activation_checkpointing",
             "choices": ["none", "full", "selective"],
         },
     )
