@@ -44,7 +44,7 @@ class LMHead(nn.Module):
         return _CrossEntropyFunction.apply(hidden, self.weight, labels, parts, weights)
 
 
-def _rows_at_a_time(device: torch.device, vocab_size: int) -> tuple[int, int]:
+def rows_at_a_time(device: torch.device, vocab_size: int) -> tuple[int, int]:
     """How many rows' logits are held at a time, as gradients in the head's dtype, and of these in at least float32.
 
     The first bounds the memory, but takes rows enough for a matrix product to pay; the second is what a CPU's caches
@@ -71,7 +71,7 @@ class _CrossEntropyFunction(torch.autograd.Function):
         differentiates = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         grad_hidden = torch.empty_like(hidden) if differentiates else None
         grad_weight = None
-        block, chunk = _rows_at_a_time(hidden.device, weight.shape[0])
+        block, chunk = rows_at_a_time(hidden.device, weight.shape[0])
         buffer = hidden.new_empty(min(block, labels.numel()), weight.shape[0])
         for block_start in range(0, labels.numel(), block):
             rows = slice(block_start, min(block_start + block, labels.numel()))

@@ -19,6 +19,7 @@ import torch
 
 from model.config import ConfigError, ModelConfig, load_model_config
 from model.transformer import DeepseekForCausalLM
+from recipes.cluster.launch import quiet_deepspeed
 from recipes.cluster.memory import Parameter
 from recipes.cluster.plan_report import PlanReport
 from recipes.cluster.planning import Cluster, Plan, plan_ds_config
@@ -45,6 +46,7 @@ GB = 1e9
 
 def main(argv: list[str] | None = None) -> int:
     """Plan every ds_config in question, or draw the schedule of one."""
+    quiet_deepspeed()
     arguments, rest = _parser().parse_known_args(argv)
     config = parse_pretrain_config(rest)
     model = _model(config.model)

@@ -11,7 +11,7 @@ import torch
 from model.config import ModelConfig
 
 # the head decides by itself how many rows' logits it holds; this is the one place that knows
-from model.losses import _rows_at_a_time as rows_of_logits
+from model.losses import rows_at_a_time as rows_of_logits
 
 _WIDE = 4  # bytes of float32, in which scales, router and losses compute
 _INDEX = 8  # bytes of int64
