@@ -29,7 +29,8 @@ def runs(tmp_path_factory, small_corpus, small_model):
     arguments = []
     for kind, settings in KINDS.items():
         model = tied if kind.startswith("tied") else small_model
-        words = f"--model {model} --data {small_corpus} --max_steps {STEPS} --seq_length 32 --global_batch_size 8"
+        words = f"--deepspeed_config ds_configs/cpu.json --model {model} --data {small_corpus} --max_steps {STEPS} "
+        words += "--seq_length 32 --global_batch_size 8"
         arguments.append([*words.split(), "--output_dir", str(folder / kind), "--set", *settings])
     listing = folder / "runs.json"
     listing.write_text(json.dumps(arguments))
