@@ -1,5 +1,6 @@
 """export.py: what transformers loads, from a checkpoint's weights and from another Hugging Face folder."""
 
+import dataclasses
 import json
 
 import pytest
@@ -26,7 +27,7 @@ def tokenizer_folder(tmp_path_factory):
 
 @pytest.fixture
 def model():
-    model = DeepseekForCausalLM(load_model_config("tiny")).eval()
+    model = DeepseekForCausalLM(dataclasses.replace(load_model_config("tiny"), num_nextn_predict_layers=1)).eval()
     model.init_weights(0)
     for _, router in iter_routers(model):
         router.e_score_correction_bias.uniform_(-0.1, 0.1, generator=torch.Generator().manual_seed(1))

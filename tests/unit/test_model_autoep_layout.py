@@ -1,5 +1,7 @@
 """DeepSpeed's AutoEP finds every MoE block through its own preset, and our decoder layer lives with its block."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +12,7 @@ from model.transformer import DeepseekForCausalLM
 
 @pytest.fixture
 def model():
-    model = DeepseekForCausalLM(load_model_config("tiny"))
+    model = DeepseekForCausalLM(dataclasses.replace(load_model_config("tiny"), num_nextn_predict_layers=1))
     model.init_weights(0)
     return model
 

@@ -1,5 +1,7 @@
 """Initial values are a function of the seed and the parameter's name."""
 
+import dataclasses
+
 import torch
 
 from model.config import load_model_config
@@ -9,7 +11,7 @@ from model.transformer import DeepseekForCausalLM
 
 
 def test_every_parameter_gets_its_distribution():
-    model = DeepseekForCausalLM(load_model_config("tiny"))
+    model = DeepseekForCausalLM(dataclasses.replace(load_model_config("tiny"), num_nextn_predict_layers=1))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(float("nan"))
@@ -35,7 +37,7 @@ def test_norms_are_the_one_dimensional_parameters():
 
 
 def test_order_dtype_and_device_do_not_matter():
-    whole = DeepseekForCausalLM(load_model_config("tiny"))
+    whole = DeepseekForCausalLM(dataclasses.replace(load_model_config("tiny"), num_nextn_predict_layers=1))
     whole.init_weights(3)
     one = torch.empty(8, 384, 256)
     name = "model.layers.2.mlp.experts.gate_up_proj"

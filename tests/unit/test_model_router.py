@@ -1,5 +1,7 @@
 """The balancing bias: its update, its dtype under casts, and counts that are added exactly once."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from model.transformer import DeepseekForCausalLM
 
 @pytest.fixture
 def model():
-    model = DeepseekForCausalLM(load_model_config("tiny"))
+    model = DeepseekForCausalLM(dataclasses.replace(load_model_config("tiny"), num_nextn_predict_layers=1))
     model.init_weights(0)
     return model
 
@@ -61,7 +63,9 @@ def test_the_bias_stays_float32_with_its_values(model, cast):
 
 def test_the_bias_stays_float32_from_meta_and_through_load(model):
     with torch.device("meta"):
-        empty = DeepseekForCausalLM(load_model_config("tiny")).bfloat16()
+        empty = DeepseekForCausalLM(
+            dataclasses.replace(load_model_config("tiny"), num_nextn_predict_layers=1)
+        ).bfloat16()
     empty.to_empty(device="cpu")
     empty.load_state_dict(model.state_dict())
     for _, router in iter_routers(empty):
