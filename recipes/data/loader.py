@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from model.losses import IGNORE_INDEX
 from recipes.config.batch_plan import BatchPlan
 from recipes.config.errors import UserError
 from recipes.data.corpus import PreparedCorpus
@@ -23,7 +24,6 @@ from recipes.data.mixture import Mixture
 from recipes.data.order import permute
 from recipes.data.packing import PACKINGS, BestFitPacking, ConcatenatedPacking, Packing, Row, document_ids_between
 
-IGNORED_LABEL = -100
 MOST_WORKERS = 4  # one keeps up with a GPU here; more only help on slow disks
 PREFETCH_FACTOR = 4
 
@@ -146,12 +146,12 @@ def row_fields(row: Row, has_padding: bool) -> dict[str, np.ndarray]:
     seq_length = len(row.tokens) - 1
     tokens = row.tokens.astype(np.int64)
     labels = tokens[1:].copy()
-    labels[max(0, row.num_real - 1) :] = IGNORED_LABEL
+    labels[max(0, row.num_real - 1) :] = IGNORE_INDEX
     positions = np.arange(seq_length, dtype=np.int64)
     fields = {"input_ids": tokens[:-1], "labels": labels, "position_ids": positions}
     if row.document_ids is not None:
         document_ids = row.document_ids[:-1]
-        labels[row.document_ids[1:] != document_ids] = IGNORED_LABEL
+        labels[row.document_ids[1:] != document_ids] = IGNORE_INDEX
         # the position of each document's first token in the row, repeated over the document
         starts = np.flatnonzero(np.diff(document_ids, prepend=-1))
         lengths = np.diff(starts, append=seq_length)

@@ -6,10 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from model.losses import IGNORE_INDEX
 from model.moe import iter_routers, update_expert_bias
 from recipes.config.errors import TrainingFault
-
-IGNORED_LABEL = -100
 
 
 @dataclass
@@ -45,7 +44,7 @@ def train_step(
     Raises:
         TrainingFault: a gradient is not finite where DeepSpeed would apply it all the same (fp32 without ZeRO).
     """
-    labels = sum((batch["labels"] != IGNORED_LABEL).sum() for batch in micro_batches)
+    labels = sum((batch["labels"] != IGNORE_INDEX).sum() for batch in micro_batches)
     label_tokens = int(_all_reduce(torch.as_tensor(labels, device=engine.device)))
     # DeepSpeed averages gradients over ranks and micro-batches; dividing each sum by the mean label count of a
     # micro-batch makes that average the sum over the global batch divided by all its labels.
@@ -69,7 +68,7 @@ def train_step(
             ]
         )
         by_source[0].index_add_(0, sources, output["sequence_cross_entropy_sum"].double())
-        by_source[1].index_add_(0, sources, (batch["labels"] != IGNORED_LABEL).sum(dim=1).double())
+        by_source[1].index_add_(0, sources, (batch["labels"] != IGNORE_INDEX).sum(dim=1).double())
     _all_reduce(sums)
     _all_reduce(by_source)
     loss, mtp_loss, mtp_label_tokens, balance_loss = sums.tolist()
