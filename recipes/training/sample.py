@@ -4,9 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from model.attention import LatentCache
+from model.generation import generate_tokens
 from recipes.data.tokenizer import load_tokenizer
 
 SAMPLE_TOKENS = 48
@@ -20,18 +19,16 @@ def sample_text(engine: Any, tokenizer_folder: Path, prompt: str = "def ", seed:
     Every rank draws the same tokens, from the same seed and the same logits.
     """
     tokenizer = load_tokenizer(str(tokenizer_folder))
-    model = engine.module
-    generator = torch.Generator().manual_seed(seed)
     tokens: list[int] = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-    length = min(len(tokens) + SAMPLE_TOKENS, model.config.max_position_embeddings)
-    cache = LatentCache(model.config, 1, length, dtype=next(model.parameters()).dtype, device=engine.device)
     engine.eval()
-    fresh = tokens
-    while len(tokens) < length and tokens[-1] != tokenizer.eos_token_id:
-        input_ids = torch.tensor([fresh], device=engine.device)
-        logits_V: Tensor = engine(input_ids, cache=cache)["logits"][0, -1].float().cpu()
-        probabilities = torch.softmax(logits_V / SAMPLE_TEMPERATURE, dim=-1)
-        fresh = [int(torch.multinomial(probabilities, 1, generator=generator))]
-        tokens = tokens + fresh
+    drawn = generate_tokens(
+        engine.module,
+        torch.tensor([tokens], device=engine.device),
+        max_new_tokens=min(SAMPLE_TOKENS, engine.module.config.max_position_embeddings - len(tokens)),
+        temperature=SAMPLE_TEMPERATURE,
+        generator=torch.Generator().manual_seed(seed),
+        stop_ids=[tokenizer.eos_token_id],
+    )
+    tokens = tokens + [int(token) for token in drawn]
     engine.train()
     return str(tokenizer.decode(tokens, skip_special_tokens=True))
