@@ -17,7 +17,7 @@ from tqdm import tqdm
 from model.flops import training_flops_per_token
 from recipes.config.errors import TrainingFault
 from recipes.data.corpus import PreparedCorpus
-from recipes.data.loader import TrainingData, heldout_batches, step_batches
+from recipes.data.loader import StepBatch, TrainingData, heldout_batches, step_batches
 from recipes.training.checkpoint import TrainingState, save_checkpoint
 from recipes.training.evaluation import Evaluation, evaluate
 from recipes.training.metrics import MetricsWriter, device_peak_flops, step_metrics
@@ -38,6 +38,7 @@ class TrainingRun:
     data: TrainingData
     heldout: list[PreparedCorpus]
     state: TrainingState
+    skipped_in_a_row: int = 0
 
     @property
     def tokenizer_folder(self) -> Path:
@@ -46,67 +47,81 @@ class TrainingRun:
 
     def train(self) -> Evaluation | None:
         """Train to the last step; returns the last evaluation (None where nothing is held out)."""
-        plan, state, batches = self.plan, self.state, self.plan.resolved.batch_plan
-        device = self.engine.device
-        flops_per_token = training_flops_per_token(plan.model, plan.seq_length)
-        peak = device_peak_flops(device, next(self.engine.module.parameters()).dtype)
-        writer = MetricsWriter(plan.folder, self.engine.monitor, state.step) if plan.launch.is_main else None
-        evaluation, skipped_in_a_row = None, 0
+        writer = None
+        if self.plan.launch.is_main:
+            writer = MetricsWriter(self.plan.folder, self.engine.monitor, self.state.step)
+        evaluation = None
         with self._progress_bar() as bar, contextlib.closing(writer) if writer else contextlib.nullcontext():
-            begin = time.perf_counter()
-            for batch in self._batches():
+            batches = self._batches()
+            while self.state.step < self.plan.resolved.max_steps:
+                begin = time.perf_counter()  # a step's time is the step's alone, without evaluation and saving
+                batch = next(batches)
                 data_wait = time.perf_counter() - begin
-                global_batch_size = batches.batch_at(state.step)
-                if self.engine.train_batch_size() != global_batch_size:
-                    self.engine.set_train_batch_size(global_batch_size)
-                self.engine.module.mtp_loss_weight = self._mtp_loss_weight()
-                micro_batches = [_to_device(micro, device) for micro in batch.micro_batches]
-                result = train_step(
-                    self.engine,
-                    micro_batches,
-                    self._bias_update_speed(),
-                    batch.source_ids,
-                    len(self.data.corpora),
-                )
-                state.step += 1
-                state.samples += global_batch_size
-                state.tokens += result.label_tokens
-                state.skipped_steps += not result.applied
-                skipped_in_a_row = 0 if result.applied else skipped_in_a_row + 1
-                now = time.perf_counter()
-                line = step_metrics(
-                    result,
-                    self.engine,
-                    step=state.step,
-                    tokens=state.tokens,
-                    skipped_steps=state.skipped_steps,
-                    epoch=batch.epoch,
-                    seconds=now - begin,
-                    data_wait_seconds=data_wait,
-                    flops_per_token=flops_per_token,
-                    peak_flops=peak,
-                )
-                if len(self.data.corpora) > 1:
-                    line |= self._by_source(result)
+                result = self._take_step(batch)
+                line = self._measure(batch, result, time.perf_counter() - begin, data_wait)
                 if writer:
                     writer.write(line)
                 _show(bar, line)
-                if skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
-                    raise TrainingFault(
-                        f"step {state.step}: {skipped_in_a_row} steps in a row had gradients that are not finite "
-                        f"(loss scale {line['loss_scale']:g}); the newest good checkpoint is the one before them"
-                    )
-                evaluated = self._due(plan.config.eval_steps)
+                self._give_up_if_hopeless(line["loss_scale"])
+                evaluated = self._due(self.plan.config.eval_steps)
                 if evaluated:
                     evaluation = self._evaluate(writer)
-                if self._due(plan.config.save_steps) and not skipped_in_a_row:
+                if self._due(self.plan.config.save_steps) and not self.skipped_in_a_row:
                     self._save(evaluation if evaluated else None)
-                begin = time.perf_counter()  # a step's time is the step's alone
         return evaluation
 
-    def _batches(self) -> Iterator[Any]:
+    def _take_step(self, batch: StepBatch) -> StepResult:
+        """One optimizer step, with this step's batch size and weights, and its count in the state."""
+        state = self.state
+        global_batch_size = self.plan.resolved.batch_plan.batch_at(state.step)
+        if self.engine.train_batch_size() != global_batch_size:
+            self.engine.set_train_batch_size(global_batch_size)
+        self.engine.module.mtp_loss_weight = self._mtp_loss_weight()
+        micro_batches = [_to_device(micro, self.engine.device) for micro in batch.micro_batches]
+        result = train_step(
+            self.engine, micro_batches, self._bias_update_speed(), batch.source_ids, len(self.data.corpora)
+        )
+        state.step += 1
+        state.samples += global_batch_size
+        state.tokens += result.label_tokens
+        state.skipped_steps += not result.applied
+        self.skipped_in_a_row = 0 if result.applied else self.skipped_in_a_row + 1
+        return result
+
+    def _measure(self, batch: StepBatch, result: StepResult, seconds: float, data_wait: float) -> dict[str, Any]:
+        """The step's line of metrics.jsonl."""
+        line = step_metrics(
+            result,
+            self.engine,
+            step=self.state.step,
+            tokens=self.state.tokens,
+            skipped_steps=self.state.skipped_steps,
+            epoch=batch.epoch,
+            seconds=seconds,
+            data_wait_seconds=data_wait,
+            flops_per_token=self._flops_per_token,
+            peak_flops=self._peak_flops,
+        )
+        return line | self._by_source(result) if len(self.data.corpora) > 1 else line
+
+    def _give_up_if_hopeless(self, loss_scale: float) -> None:
+        if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            raise TrainingFault(
+                f"step {self.state.step}: {self.skipped_in_a_row} steps in a row had gradients that are not finite "
+                f"(loss scale {loss_scale:g}); the newest good checkpoint is the one before them"
+            )
+
+    @functools.cached_property
+    def _flops_per_token(self) -> float:
+        return training_flops_per_token(self.plan.model, self.plan.seq_length)
+
+    @functools.cached_property
+    def _peak_flops(self) -> float:
+        return device_peak_flops(self.engine.device, next(self.engine.module.parameters()).dtype)
+
+    def _batches(self) -> Iterator[StepBatch]:
         plan, resolved = self.plan, self.plan.resolved
-        batches = step_batches(
+        return step_batches(
             self.data,
             batch_plan=resolved.batch_plan,
             first_step=self.state.step,
@@ -118,8 +133,6 @@ class TrainingRun:
             num_workers=plan.num_workers,
             pin_memory=self.engine.device.type == "cuda",
         )
-        for _ in range(self.state.step, resolved.max_steps):
-            yield next(batches)
 
     def _bias_update_speed(self) -> float:
         tokens = self.plan.resolved.batch_plan.tokens_before(self.state.step)
