@@ -110,6 +110,15 @@ class PretrainConfig:
     output_dir: str | None = field(default=None, metadata={"help": "the run's folder; default: runs/<model>"})
     save_steps: int = field(default=200, metadata={"help": "steps between checkpoints; the last step always saves"})
     save_total_limit: int = field(default=2, metadata={"help": "checkpoints kept, besides the best; 0 keeps all"})
+    async_save: bool = field(
+        default=False, metadata={"help": "write checkpoints in the background, from a copy in host memory"}
+    )
+    save_on_exit_signal: bool = field(
+        default=True,
+        metadata={
+            "help": "on SIGTERM or SIGUSR1 finish the step, save, and exit with code 75; a second one ends at once"
+        },
+    )
     eval_steps: int = field(default=0, metadata={"help": "steps between evaluations; 0: only at the end"})
     resume: str = field(
         default="auto", metadata={"help": "auto: the newest checkpoint that verifies; never; or a checkpoint's folder"}

@@ -1,319 +1,320 @@
-"""Checkpoints as transactions: written aside, listed with size and checksum, then renamed, then pointed to.
+"""Saving and loading a run: every rank writes its part aside, then one rename makes the whole a checkpoint."""
 
-checkpoints/
-    step_00000012/      DeepSpeed's own files, and beside them:
-        state.json      step, position in the data, world size, ZeRO stage, dtype
-        config.json     the model's configuration
-        tokenizer/
-        buffers.pt      the model's buffers (balancing biases), in their own dtype
-        rng_00000.pt    random-number states of each rank
-        manifest.json   size and SHA-256 of every other file; written last
-    latest              name of the newest complete checkpoint
-    best                name of the one with the lowest evaluation loss
-"""
-
-import contextlib
+import copy
 import hashlib
 import io
 import json
 import os
 import random
 import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+import threading
+import time
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy
 import torch
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 from torch import Tensor
 
-from model.config import ModelConfig
-from recipes.cluster.launch import quiet_deepspeed
-from recipes.config.errors import TrainingFault, UserError
+from recipes.config.errors import TrainingFault
+from recipes.training.checkpoint_files import (
+    BEST,
+    PARTIAL_SUFFIX,
+    STATE,
+    CheckpointError,
+    TrainingState,
+    checkpoint_name,
+    commit,
+    prune,
+    read_state,
+    write_durably,
+)
 
-PARTIAL_SUFFIX = ".partial"
-MANIFEST = "manifest.json"
-STATE = "state.json"
-LATEST = "latest"
-BEST = "best"
+
+class _Collector(CheckpointEngine):
+    """DeepSpeed hands its files over here instead of writing them; nothing in it can fail on one rank alone."""
+
+    def __init__(self, loader: CheckpointEngine, copies: bool) -> None:
+        super().__init__()
+        self.files: list[tuple[Path, Any]] = []
+        self._loader = loader
+        self._copies = copies
+
+    def create(self, info: CheckpointCommitInfo) -> None:
+        pass
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        pass
+
+    def save(self, state_dict: Any, path: str) -> None:
+        self.files.append((Path(path), _host_copy(state_dict) if self._copies else state_dict))
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        return self._loader.load(path, map_location)
+
+    def commit(self, info: CheckpointCommitInfo) -> bool:
+        return True
+
+
+def _host_copy(value: Any) -> Any:
+    """A copy in host memory that training does not change."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _host_copy(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_host_copy(entry) for entry in value)
+    return copy.deepcopy(value)
+
+
+class _HashedFile(io.RawIOBase):
+    """Counts and hashes what is written, so that nothing is read again for the manifest."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._digest = hashlib.sha256()
+        self.bytes = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, content: Any) -> int:
+        self._digest.update(content)
+        self._file.write(content)
+        self.bytes += memoryview(content).nbytes
+        return memoryview(content).nbytes
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """This file's line of the manifest."""
+        return {"bytes": self.bytes, "sha256": self._digest.hexdigest()}
+
+
+def _write_hashed(path: Path, content: Any) -> dict[str, Any]:
+    """Write one object durably and return its manifest entry."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb", buffering=0) as file:
+        hashed = _HashedFile(file)
+        torch.save(content, hashed)  # type: ignore[arg-type]  # it wants no more of a file than write()
+        os.fsync(file.fileno())
+    return hashed.entry
 
 
 @dataclass
-class TrainingState:
-    """Where a run stands; all that a resumed run needs beside DeepSpeed's files."""
+class _Save:
+    """A checkpoint that is being written."""
 
-    step: int = 0  # optimizer steps done, skipped ones included
-    samples: int = 0  # sequences taken from the data order
-    tokens: int = 0  # tokens with a loss
-    skipped_steps: int = 0
-    best_eval_loss: float | None = None
-    world_size: int = 1
-    zero_stage: int = 0
-    dtype: str = "fp32"
+    aside: Path
+    target: Path
+    best: bool
+    files: list[tuple[Path, Any]]  # this rank's
+    entries: dict[str, dict[str, Any]] = field(default_factory=dict)
+    error: str = ""
+    thread: threading.Thread | None = None
 
-
-class CheckpointError(TrainingFault):
-    """A checkpoint is incomplete or altered; the message names the file."""
-
-
-def checkpoint_name(step: int) -> str:
-    """`step_00000012` for step 12."""
-    return f"step_{step:08d}"
-
-
-def list_checkpoints(folder: Path) -> list[Path]:
-    """Complete-looking checkpoints (they have a manifest), newest first."""
-    found = [path for path in folder.glob("step_*") if path.suffix != PARTIAL_SUFFIX and (path / MANIFEST).is_file()]
-    return sorted(found, key=lambda path: path.name, reverse=True)
+    def write(self) -> None:
+        """Write this rank's files; a failure is kept for all ranks to hear of."""
+        try:
+            for path, content in self.files:
+                self.entries[path.relative_to(self.aside).as_posix()] = _write_hashed(path, content)
+        except (OSError, RuntimeError) as error:
+            self.error = str(error)
+        self.files = []  # the host copies
 
 
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+class CheckpointWriter:
+    """Saves a run's checkpoints, each as one transaction over all ranks.
 
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while part := file.read(1 << 20):
-            digest.update(part)
-    return digest.hexdigest()
-
-
-def _write_durably(path: Path, text: str) -> None:
-    """Replace a small file so that after a crash it holds the old or the new text, never a part."""
-    aside = path.with_name(path.name + PARTIAL_SUFFIX)
-    with aside.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make renames in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def verify_sizes(checkpoint: Path) -> None:
-    """Check that every file of the manifest is there in full, without reading them.
-
-    Raises:
-        CheckpointError: naming the file.
-    """
-    for name, entry in _manifest(checkpoint).items():
-        path = checkpoint / name
-        if not path.is_file():
-            raise CheckpointError(f"{path}: missing")
-        if path.stat().st_size != entry["bytes"]:
-            raise CheckpointError(f"{path}: {path.stat().st_size} bytes, the manifest says {entry['bytes']}")
-
-
-def verify_checksums(checkpoint: Path, part: int = 0, parts: int = 1) -> None:
-    """Read every `parts`-th file and compare its SHA-256, so that ranks share the work.
-
-    Raises:
-        CheckpointError: naming the file.
-    """
-    for name, entry in sorted(_manifest(checkpoint).items())[part::parts]:
-        if _sha256(checkpoint / name) != entry["sha256"]:
-            raise CheckpointError(f"{checkpoint / name}: its content is not what was saved (SHA-256 differs)")
-
-
-def _manifest(checkpoint: Path) -> dict[str, Any]:
-    try:
-        return json.loads((checkpoint / MANIFEST).read_text())["files"]
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{checkpoint / MANIFEST}: cannot be read ({error})") from error
-
-
-def read_state(checkpoint: Path) -> TrainingState:
-    """Read where the run stood."""
-    return TrainingState(**json.loads((checkpoint / STATE).read_text()))
-
-
-def save_checkpoint(
-    engine: Any,
-    folder: Path,
-    state: TrainingState,
-    model_config: dict[str, Any],
-    tokenizer_folder: Path,
-    *,
-    best: bool = False,
-    total_limit: int = 0,
-) -> Path:
-    """Save engine, state, buffers and RNG as one transaction; all ranks call it.
+    A save in the background copies everything to host memory first, so that training goes on while a thread writes;
+    there is one such copy at a time.
 
     Args:
         folder: the run's checkpoints/ folder.
-        best: also point `best` to it.
-        total_limit: checkpoints to keep besides the best; 0 keeps all. Old ones go only after this one is complete.
-    Raises:
-        CheckpointError: a rank could not write; earlier checkpoints are untouched.
+        model_config: as config.json.
+        total_limit: checkpoints to keep besides the best; 0 keeps all. Old ones go only after a new one is complete.
+        background: write behind training's back.
     """
-    rank = torch.distributed.get_rank()
-    target = folder / checkpoint_name(state.step)
-    aside = target.with_name(target.name + PARTIAL_SUFFIX)
-    if rank == 0:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-    torch.distributed.barrier()
-    _together(lambda: _write_parts(engine, aside, state, model_config, tokenizer_folder, rank), target)
-    if rank == 0:
-        _commit(aside, target)
-        if best:
-            _write_durably(folder / BEST, target.name)
-        _prune(folder, total_limit)
-    torch.distributed.barrier()
-    return target
 
+    def __init__(
+        self,
+        engine: Any,
+        folder: Path,
+        model_config: dict[str, Any],
+        tokenizer_folder: Path,
+        *,
+        total_limit: int,
+        background: bool,
+    ) -> None:
+        self._engine = engine
+        self._folder = folder
+        self._model_config = model_config
+        self._tokenizer_folder = tokenizer_folder
+        self._total_limit = total_limit
+        self._background = background
+        self._rank = torch.distributed.get_rank()
+        self._pending: _Save | None = None
 
-def _together(action: Any, target: Path) -> None:
-    """Run an action on every rank; if it fails on any, all raise, so that none waits for ever."""
-    failure = ""
-    try:
-        action()
-    except (OSError, RuntimeError) as error:
-        failure = str(error)
-    failures: list[str] = [""] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(failures, failure)
-    for rank, text in enumerate(failures):
-        if text:
-            raise CheckpointError(f"{target}: rank {rank} could not write it: {text}")
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank's part of a background save is on disk (or failed) and waits for the others'."""
+        return self._pending is not None and self._pending.thread is not None and not self._pending.thread.is_alive()
 
+    def save(self, state: TrainingState, best: bool = False) -> float:
+        """Save; all ranks call it. In the background mode the checkpoint is complete only after `finish`.
 
-def _write_parts(
-    engine: Any, aside: Path, state: TrainingState, model_config: dict[str, Any], tokenizer_folder: Path, rank: int
-) -> None:
-    engine.save_checkpoint(str(aside.parent), tag=aside.name, save_latest=False)
-    rng: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": numpy.random.get_state(),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-    }
-    torch.save(rng, aside / f"rng_{rank:05d}.pt")
-    if rank == 0:
-        torch.save(dict(engine.module.named_buffers()), aside / "buffers.pt")
+        Args:
+            best: also point `best` to it.
+        Returns:
+            How long training stood still [s].
+        Raises:
+            CheckpointError: a rank could not write; earlier checkpoints are untouched.
+        """
+        begin = time.perf_counter()
+        self.finish()
+        target = self._folder / checkpoint_name(state.step)
+        aside = target.with_name(target.name + PARTIAL_SUFFIX)
+        if self._rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+        torch.distributed.barrier()
+        save = _Save(aside, target, best, self._collect(aside))
+        self._pending = save
+        if self._rank == 0:
+            try:
+                self._write_small_files(aside, state)
+            except OSError as error:
+                save.error = str(error)
+        if self._background:
+            save.thread = threading.Thread(target=save.write, name="checkpoint-writer", daemon=True)
+            save.thread.start()
+        else:
+            save.write()
+            self.finish()
+        return time.perf_counter() - begin
+
+    def finish(self) -> None:
+        """Complete the save that is under way, if any; all ranks call it.
+
+        Raises:
+            CheckpointError: a rank could not write its part.
+        """
+        save, self._pending = self._pending, None
+        if save is None:
+            return
+        if save.thread:
+            save.thread.join()
+        parts: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(parts, (save.entries, save.error))
+        for rank, (_, error) in enumerate(parts):
+            if error:
+                raise CheckpointError(f"{save.target}: rank {rank} could not write it: {error}")
+        failure = [""]
+        if self._rank == 0:
+            try:
+                commit(save.aside, save.target, {name: entry for part, _ in parts for name, entry in part.items()})
+                if save.best:
+                    write_durably(self._folder / BEST, save.target.name)
+                prune(self._folder, self._total_limit)
+            except OSError as error:
+                failure = [str(error)]
+        torch.distributed.broadcast_object_list(failure)  # also keeps every rank here until the rename is done
+        if failure[0]:
+            raise CheckpointError(f"{save.target}: could not be completed: {failure[0]}")
+
+    def _collect(self, aside: Path) -> list[tuple[Path, Any]]:
+        """This rank's files and their contents; copies if they are written later."""
+        engine, collector = self._engine, _Collector(self._engine.checkpoint_engine, self._background)
+        engine.checkpoint_engine, usual = collector, engine.checkpoint_engine
+        try:
+            engine.save_checkpoint(str(aside.parent), tag=aside.name, save_latest=False)
+        finally:
+            engine.checkpoint_engine = usual
+        rng = {
+            "python": random.getstate(),
+            "numpy": numpy.random.get_state(),
+            "torch": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        }
+        collector.save(rng, str(aside / f"rng_{self._rank:05d}.pt"))
+        if self._rank == 0:
+            collector.save(dict(engine.module.named_buffers()), str(aside / "buffers.pt"))
+        return collector.files
+
+    def _write_small_files(self, aside: Path, state: TrainingState) -> None:
+        state.loss_scaler = loss_scaler_state(self._engine)
         (aside / STATE).write_text(json.dumps(asdict(state), indent=2))
-        (aside / "config.json").write_text(json.dumps(model_config, indent=2))
-        shutil.copytree(tokenizer_folder, aside / "tokenizer")
+        (aside / "config.json").write_text(json.dumps(self._model_config, indent=2))
+        shutil.copytree(self._tokenizer_folder, aside / "tokenizer")
 
 
-def _commit(aside: Path, target: Path) -> None:
-    """Turn the complete folder into a checkpoint: manifest, fsync of everything, rename, pointer."""
-    files = {}
-    for path in _files(aside):
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-        files[path.relative_to(aside).as_posix()] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-    _write_durably(aside / MANIFEST, json.dumps({"files": files}, indent=1))
-    if target.exists():  # the same step, saved again after a resume from an older checkpoint
-        shutil.rmtree(target)
-    aside.rename(target)
-    _sync_folder(target.parent)
-    _write_durably(target.parent / LATEST, target.name)
-
-
-def _prune(folder: Path, total_limit: int) -> None:
-    """Delete the oldest checkpoints over the limit, never the best."""
-    best = (folder / BEST).read_text().strip() if (folder / BEST).exists() else ""
-    if total_limit:
-        for old in [path for path in list_checkpoints(folder) if path.name != best][total_limit:]:
-            (old / MANIFEST).unlink()  # first: without it a half-deleted folder is no checkpoint
-            shutil.rmtree(old)
-
-
-def clear_partial(folder: Path) -> None:
-    """Remove what interrupted saves left."""
-    for path in folder.glob(f"*{PARTIAL_SUFFIX}"):
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+def loss_scaler_state(engine: Any) -> dict[str, float] | None:
+    """The dynamic loss scale and its counters; None where the run has none."""
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    if scaler is None or not engine.fp16_enabled():
+        return None
+    return {name: value for name, value in vars(scaler).items() if isinstance(value, int | float)}
 
 
 def load_checkpoint(engine: Any, checkpoint: Path) -> TrainingState:
     """Restore engine, buffers and RNG from a verified checkpoint of the same world size and ZeRO stage.
 
     This run's learning rate, betas and weight decay stay; DeepSpeed would put the checkpoint's in their place.
+
+    Raises:
+        TrainingFault: DeepSpeed found nothing to load.
     """
-    ours = [{k: v for k, v in group.items() if k not in ("params", "step")} for group in engine.optimizer.param_groups]
-    base_lrs = list(engine.lr_scheduler.base_lrs)
+    ours, clip = own_settings(engine), getattr(engine.optimizer, "clip_grad", None)
     path, _ = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
     if path is None:
-        raise CheckpointError(f"{checkpoint}: DeepSpeed found nothing to load in it")
-    engine.lr_scheduler.base_lrs = base_lrs
-    rates = [
-        base * multiplier(engine.lr_scheduler.last_epoch)
-        for base, multiplier in zip(base_lrs, engine.lr_scheduler.lr_lambdas, strict=True)
+        raise TrainingFault(f"{checkpoint}: DeepSpeed found nothing to load in it")
+    restore_settings(engine, ours)
+    if clip is not None:
+        engine.optimizer.clip_grad = clip
+    load_buffers(engine, checkpoint)
+    load_random_state(checkpoint, torch.distributed.get_rank())
+    return read_state(checkpoint)
+
+
+def own_settings(engine: Any) -> tuple[list[dict[str, Any]], list[float]]:
+    """What this run's ds_config gave each parameter group, before a load overwrites it; and the base rates."""
+    groups = [
+        {k: v for k, v in group.items() if k not in ("params", "step")} for group in engine.optimizer.param_groups
     ]
-    engine.lr_scheduler._last_lr = rates  # LambdaLR recomputes it only at its next step
-    for group, mine, rate in zip(engine.optimizer.param_groups, ours, rates, strict=True):
+    return groups, list(engine.lr_scheduler.base_lrs)
+
+
+def restore_settings(engine: Any, settings: tuple[list[dict[str, Any]], list[float]]) -> None:
+    """Put this run's settings back, with the learning rate that its schedule has where the scheduler stands."""
+    groups, base_lrs = settings
+    scheduler = engine.lr_scheduler
+    scheduler.base_lrs = base_lrs
+    rates = [
+        base * multiplier(scheduler.last_epoch) for base, multiplier in zip(base_lrs, scheduler.lr_lambdas, strict=True)
+    ]
+    scheduler._last_lr = rates  # LambdaLR recomputes it only at its next step
+    for group, mine, rate in zip(engine.optimizer.param_groups, groups, rates, strict=True):
         group.update(mine)
         group["lr"] = rate
 
+
+def load_buffers(engine: Any, checkpoint: Path) -> None:
+    """Restore the model's buffers; DeepSpeed's conversion loses them."""
     buffers: dict[str, Tensor] = torch.load(checkpoint / "buffers.pt", map_location=engine.device, weights_only=True)
     for name, buffer in engine.module.named_buffers():
         if name in buffers:
             buffer.copy_(buffers[name])
-    rng_file = checkpoint / f"rng_{torch.distributed.get_rank():05d}.pt"
-    rng = torch.load(rng_file, weights_only=False)
+
+
+def load_random_state(checkpoint: Path, rank: int) -> None:
+    """Restore this rank's random-number states; a rank that the saved run did not have keeps its seed's."""
+    path = checkpoint / f"rng_{rank:05d}.pt"
+    if not path.is_file():
+        return
+    rng = torch.load(path, weights_only=False)
     random.setstate(rng["python"])
     numpy.random.set_state(rng["numpy"])
     torch.set_rng_state(rng["torch"])
     if rng["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(rng["cuda"])
-    return read_state(checkpoint)
-
-
-class WholeTensors(Mapping[str, Tensor]):
-    """A checkpoint's tensors, each put together from the ranks' parts when it is asked for."""
-
-    def __init__(self, parts: dict[str, Any]) -> None:
-        self._parts = parts
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._parts[name].contiguous()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parts)
-
-    def __len__(self) -> int:
-        return len(self._parts)
-
-
-def load_model_state(path: Path) -> tuple[ModelConfig, WholeTensors, Path]:
-    """The weights of a checkpoint in float32, from any ZeRO stage and world size, read when they are used.
-
-    Args:
-        path: a run's folder (its newest complete checkpoint) or a checkpoint's folder.
-    Returns:
-        The model's configuration; name -> parameter or buffer; the tokenizer's folder.
-    Raises:
-        UserError: there is no complete checkpoint.
-    """
-    checkpoint = path
-    if not (path / MANIFEST).is_file():
-        found = list_checkpoints(path / "checkpoints")
-        if not found:
-            raise UserError(f"{path}: holds no complete checkpoint; give a run's or a checkpoint's folder")
-        checkpoint = found[0]
-    try:
-        verify_sizes(checkpoint)
-    except CheckpointError as error:
-        raise UserError(str(error)) from None
-    quiet_deepspeed()
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-    if read_state(checkpoint).zero_stage == 0:
-        saved = torch.load(checkpoint / "mp_rank_00_model_states.pt", map_location="cpu", mmap=True, weights_only=False)
-        state = dict(saved["module"])
-    else:
-        silence = io.StringIO()  # DeepSpeed prints its own progress, which is no part of a command's result
-        with contextlib.redirect_stdout(silence), contextlib.redirect_stderr(silence):
-            state = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint.parent), checkpoint.name, lazy_mode=True)
-    state |= torch.load(checkpoint / "buffers.pt", map_location="cpu", weights_only=True)
-    return ModelConfig.from_file(checkpoint / "config.json"), WholeTensors(state), checkpoint / "tokenizer"

@@ -6,7 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,16 @@ from model.flops import training_flops_per_token
 from recipes.config.errors import TrainingFault
 from recipes.data.corpus import PreparedCorpus
 from recipes.data.loader import StepBatch, TrainingData, heldout_batches, step_batches
-from recipes.training.checkpoint import TrainingState, save_checkpoint
+from recipes.training.checkpoint import CheckpointWriter
+from recipes.training.checkpoint_files import TrainingState, checkpoints_folder
 from recipes.training.evaluation import Evaluation, evaluate
 from recipes.training.metrics import MetricsWriter, device_peak_flops, step_metrics
 from recipes.training.plan_run import RunPlan
-from recipes.training.resume import checkpoints_folder
 from recipes.training.step import StepResult, train_step
+from recipes.training.stop_signals import StopSignals
 from recipes.training.token_schedules import bias_update_speed_at, mtp_loss_weight_at, parse_later_weight
 
+SIGNALLED, WRITTEN = 0, 1  # places in a step's votes
 MAX_SKIPPED_IN_A_ROW = 50  # dynamic loss scaling skips a few; this many in a row never recover
 
 
@@ -39,6 +41,8 @@ class TrainingRun:
     heldout: list[PreparedCorpus]
     state: TrainingState
     skipped_in_a_row: int = 0
+    signals: StopSignals = field(default_factory=StopSignals)
+    stopped_by: str | None = None  # the signal that ended the run before its last step
 
     @property
     def tokenizer_folder(self) -> Path:
@@ -50,6 +54,8 @@ class TrainingRun:
         writer = None
         if self.plan.launch.is_main:
             writer = MetricsWriter(self.plan.folder, self.engine.monitor, self.state.step)
+        if self.plan.config.save_on_exit_signal:
+            self.signals.install()
         evaluation = None
         with self._progress_bar() as bar, contextlib.closing(writer) if writer else contextlib.nullcontext():
             batches = self._batches()
@@ -66,9 +72,37 @@ class TrainingRun:
                 evaluated = self._due(self.plan.config.eval_steps)
                 if evaluated:
                     evaluation = self._evaluate(writer)
-                if self._due(self.plan.config.save_steps) and not self.skipped_in_a_row:
-                    self._save(evaluation if evaluated else None)
+                self.stopped_by = self._stop_asked_for(result)
+                # after a skipped step the loss scale is in motion; a run that is told to stop saves all the same
+                due = self._due(self.plan.config.save_steps) and not self.skipped_in_a_row
+                if due or self.stopped_by:
+                    self._save(evaluation if evaluated else None, writer)
+                elif result.votes[WRITTEN] == self.plan.launch.world_size:
+                    self.writer.finish()
+                if self.stopped_by:
+                    break
+            self.writer.finish()
         return evaluation
+
+    def _votes(self) -> list[float]:
+        """What this rank tells the others with each step's losses."""
+        return [self.signals.received is not None, self.writer.is_written]
+
+    def _stop_asked_for(self, result: StepResult) -> str | None:
+        """The signal that some rank got, so that all stop at the same step."""
+        return (self.signals.received or "a stop signal on another rank") if result.votes[SIGNALLED] else None
+
+    @functools.cached_property
+    def writer(self) -> CheckpointWriter:
+        """Saves this run's checkpoints."""
+        return CheckpointWriter(
+            self.engine,
+            checkpoints_folder(self.plan.folder),
+            self.plan.model.to_dict(),
+            self.tokenizer_folder,
+            total_limit=self.plan.config.save_total_limit,
+            background=self.plan.config.async_save,
+        )
 
     def _take_step(self, batch: StepBatch) -> StepResult:
         """One optimizer step, with this step's batch size and weights, and its count in the state."""
@@ -79,7 +113,12 @@ class TrainingRun:
         self.engine.module.mtp_loss_weight = self._mtp_loss_weight()
         micro_batches = [_to_device(micro, self.engine.device) for micro in batch.micro_batches]
         result = train_step(
-            self.engine, micro_batches, self._bias_update_speed(), batch.source_ids, len(self.data.corpora)
+            self.engine,
+            micro_batches,
+            self._bias_update_speed(),
+            batch.source_ids,
+            len(self.data.corpora),
+            self._votes,
         )
         state.step += 1
         state.samples += global_batch_size
@@ -171,20 +210,14 @@ class TrainingRun:
             )
         return evaluation
 
-    def _save(self, evaluation: Evaluation | None) -> None:
+    def _save(self, evaluation: Evaluation | None, metrics: MetricsWriter | None) -> None:
         state = self.state
         best = evaluation is not None and evaluation.loss <= (state.best_eval_loss or evaluation.loss)
         if best and evaluation:
             state.best_eval_loss = evaluation.loss
-        save_checkpoint(
-            self.engine,
-            checkpoints_folder(self.plan.folder),
-            state,
-            self.plan.model.to_dict(),
-            self.tokenizer_folder,
-            best=best,
-            total_limit=self.plan.config.save_total_limit,
-        )
+        stall = self.writer.save(state, best)
+        if metrics:
+            metrics.write_event("save", state.step, stall_seconds=round(stall, 4))
 
     def _progress_bar(self) -> tqdm:
         return tqdm(

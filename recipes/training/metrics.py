@@ -1,5 +1,6 @@
 """What a run writes down: metrics.jsonl, and DeepSpeed's monitors (TensorBoard, W&B, CSV) as the ds_config asks."""
 
+import functools
 import json
 import math
 import resource
@@ -21,6 +22,7 @@ GPU_PEAK_FLOPS = {
 }
 
 
+@functools.cache
 def device_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Peak of one device [FLOP/s]: a known GPU's data sheet in half precision, else a measured matrix product."""
     if device.type == "cuda" and dtype != torch.float32:

@@ -19,9 +19,15 @@ from recipes.config.ds_config import (
 from recipes.config.errors import UserError
 from recipes.config.run_config import PretrainConfig, run_folder
 from recipes.data.loader import default_num_workers
-from recipes.training.checkpoint import TrainingState, read_state
+from recipes.training.checkpoint_files import CheckpointError, TrainingState, read_state
 from recipes.training.data_sources import check_data
-from recipes.training.resume import check_same_layout, check_same_run, find_candidates
+from recipes.training.resume import (
+    architecture_differences,
+    check_convertible,
+    check_fresh_folder,
+    check_same_run,
+    find_candidates,
+)
 from recipes.training.schedule import Schedule, build_schedule
 from recipes.training.token_schedules import follow_batch, parse_later_weight
 from recipes.training.trained_model import open_weights, without_mtp
@@ -76,9 +82,20 @@ class RunPlan:
         return "fp32"
 
     @property
+    def autoep_size(self) -> int:
+        """Ranks that share one set of experts; 0 where AutoEP is off."""
+        section = self.resolved.config.get("expert_parallel", {})
+        return int(section.get("autoep_size", 1)) if section.get("enabled", False) else 0
+
+    @property
     def layout(self) -> dict[str, Any]:
         """What a native DeepSpeed checkpoint is tied to."""
-        return {"world_size": self.launch.world_size, "zero_stage": self.zero_stage, "dtype": self.dtype}
+        return {
+            "world_size": self.launch.world_size,
+            "zero_stage": self.zero_stage,
+            "dtype": self.dtype,
+            "autoep_size": self.autoep_size,
+        }
 
     def saved_state(self) -> TrainingState | None:
         """Where the run stands that this one goes on from."""
@@ -125,30 +142,23 @@ def plan_run(config: PretrainConfig, launch: Launch) -> RunPlan:
         batch_ramp=BatchRamp.parse(config.batch_ramp) if config.batch_ramp else None,
     )
     resolved = resolve_ds_config(apply_overrides(load_ds_config(source), config.set), source=source, facts=facts)
+    check_fresh_folder(folder, config.resume, config.overwrite)
     candidates = find_candidates(folder, config.resume)
     newest = candidates[0] if candidates else None
     if config.resume != "never":
         check_same_run(folder, newest, model)
     plan = RunPlan(config, launch, device, folder, model, seq_length, source, resolved, candidates)
     if newest:
-        check_same_layout(newest, read_state(newest), plan.layout)
+        try:
+            check_convertible(newest, read_state(newest), plan.layout, resolved.config)
+        except CheckpointError as error:
+            raise UserError(str(error)) from None
     return plan
 
 
 def _check_initial_weights(path: str, model: ModelConfig) -> None:
     """Refuse weights of another architecture; MTP layers may be missing on either side."""
-    theirs, ours = (without_mtp(config).to_dict() for config in (open_weights(path).config, model))
-    free = {
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "initializer_range",
-        "bias_update_speed",
-        "balance_loss_alpha",
-        "mtp_loss_weight",
-    }
-    different = [f"{key} {theirs.get(key)} there, {ours[key]} here" for key in ours if theirs.get(key) != ours[key]]
-    different = [text for text in different if text.split()[0] not in free]
+    different = architecture_differences(without_mtp(open_weights(path).config), without_mtp(model))
     if different:
         raise UserError(f"--init_from {path}: another architecture than --model ({', '.join(different[:3])})")
 

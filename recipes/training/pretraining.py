@@ -4,6 +4,8 @@ import contextlib
 import json
 import random
 import time
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -13,7 +15,8 @@ from model.transformer import DeepseekForCausalLM
 from recipes.cluster.launch import set_cpu_threads, start_process_group
 from recipes.config.errors import EXIT_SUCCESS, UserError
 from recipes.data.loader import TrainingData
-from recipes.training.checkpoint import TrainingState, load_checkpoint
+from recipes.training.checkpoint import load_checkpoint
+from recipes.training.checkpoint_files import TrainingState, checkpoints_folder, read_state
 from recipes.training.data_sources import open_sources
 from recipes.training.engine import build_engine, build_model
 from recipes.training.evaluation import Evaluation
@@ -21,10 +24,13 @@ from recipes.training.initial_weights import check_same_on_every_rank, copy_weig
 from recipes.training.loop import TrainingRun
 from recipes.training.plan_run import RunPlan
 from recipes.training.report import write_report
-from recipes.training.resume import newest_verified, prepare_run_folder
+from recipes.training.resume import layout_changes, newest_verified, prepare_run_folder
+from recipes.training.run_settings import changed_settings, settings_of
 from recipes.training.sample import sample_text
-from recipes.training.summary import result_lines, write_run_files
+from recipes.training.stop_signals import EXIT_STOPPED
+from recipes.training.summary import result_lines, resume_command, write_run_files
 from recipes.training.trained_model import open_weights
+from recipes.training.universal import convert, load_universal, universal_folder, wait_until_converted
 
 
 def pretrain(plan: RunPlan) -> int:
@@ -35,16 +41,29 @@ def pretrain(plan: RunPlan) -> int:
         TrainingFault: training could not go on.
     """
     begin = time.perf_counter()
+    run = open_run(plan)
+    evaluation = run.train()
+    if run.stopped_by:
+        if plan.launch.is_main:
+            print(f"{run.stopped_by}: saved at step {run.state.step}; to go on: {resume_command(plan)}", flush=True)
+        return EXIT_STOPPED
+    sample = sample_text(run.engine, run.tokenizer_folder)
+    if plan.launch.is_main:
+        _conclude(plan, evaluation, sample, time.perf_counter() - begin)
+    return EXIT_SUCCESS
+
+
+def open_run(plan: RunPlan) -> TrainingRun:
+    """A run where it stands: data open, engine built, its checkpoint loaded."""
     set_cpu_threads(plan.launch)
     # Before the process group: tokenizing may outlast its timeout.
     sources, heldout = open_sources(plan.config, plan.model)
     start_process_group(plan.launch, plan.resolved.config)
-    candidates = plan.candidates
     newest = newest_verified(
-        candidates, plan.config.resume != "auto", plan.launch.rank, plan.launch.world_size, _from_all_ranks
+        plan.candidates, plan.config.resume != "auto", plan.launch.rank, plan.launch.world_size, _from_all_ranks
     )
     if plan.launch.is_main:
-        prepare_run_folder(plan.folder, plan.config.resume, plan.config.overwrite)
+        prepare_run_folder(plan.folder, plan.config.resume)
         write_run_files(plan)
     torch.distributed.barrier()
     seed_everything(plan.config.seed + plan.launch.rank)
@@ -52,11 +71,9 @@ def pretrain(plan: RunPlan) -> int:
     _fill(model, plan, fresh=newest is None)
     engine = build_engine(model, plan.resolved.config, plan.schedule.multiplier)
     engine.module.set_gradient_checkpointing(plan.config.gradient_checkpointing or plan.resolved.gradient_checkpointing)
-    state = TrainingState(**plan.layout)
-    if newest:
-        state = load_checkpoint(engine, newest)
-        if plan.launch.is_main:
-            print(f"resumed at step {state.step} from {newest}", flush=True)
+    settings = settings_of(plan, sources)
+    state = _resume(engine, plan, newest, settings) if newest else TrainingState()
+    state = replace(state, settings=settings, **plan.layout)  # from here on this run's
     data = TrainingData(
         sources,
         plan.seq_length,
@@ -65,12 +82,29 @@ def pretrain(plan: RunPlan) -> int:
         packing=plan.config.packing,
         fim_rate=plan.config.fim_rate,
     )
-    run = TrainingRun(plan, engine, data, heldout, state)
-    evaluation = run.train()
-    sample = sample_text(engine, run.tokenizer_folder)
+    return TrainingRun(plan, engine, data, heldout, state)
+
+
+def _resume(engine: Any, plan: RunPlan, checkpoint: Path, settings: dict[str, Any]) -> TrainingState:
+    """Load a verified checkpoint, converted where this run's layout differs from its own, and say what was done."""
+    changes = layout_changes(read_state(checkpoint), plan.layout)
+    if changes:
+        universal = universal_folder(checkpoint, checkpoints_folder(plan.folder))
+        if plan.launch.is_main:
+            convert(checkpoint, universal)
+        wait_until_converted(checkpoint, universal)
+        state = load_universal(engine, checkpoint, universal, plan.dtype)
+    else:
+        state = load_checkpoint(engine, checkpoint)
     if plan.launch.is_main:
-        _conclude(plan, evaluation, sample, time.perf_counter() - begin)
-    return EXIT_SUCCESS
+        end = plan.resolved.max_steps
+        how = f"converted: {', '.join(changes)}" if changes else "as it was saved"
+        print(f"resumed at step {state.step} of {end} from {checkpoint} ({how})", flush=True)
+        if "fp16" in (state.dtype, plan.dtype) and state.dtype != plan.dtype:
+            print(f"  the loss scale begins anew: the checkpoint is {state.dtype}, this run {plan.dtype}", flush=True)
+        for line in changed_settings(state.settings, settings):
+            print(f"  changed, this run's takes effect: {line}", flush=True)
+    return state
 
 
 def _fill(model: DeepseekForCausalLM, plan: RunPlan, fresh: bool) -> None:

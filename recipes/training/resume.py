@@ -6,19 +6,15 @@ from typing import Any
 
 from model.config import ModelConfig
 from recipes.config.errors import UserError
-from recipes.training.checkpoint import (
+from recipes.training.checkpoint_files import (
     CheckpointError,
     TrainingState,
+    checkpoints_folder,
     clear_partial,
     list_checkpoints,
     verify_checksums,
     verify_sizes,
 )
-
-
-def checkpoints_folder(run: Path) -> Path:
-    """Where a run keeps its checkpoints."""
-    return run / "checkpoints"
 
 
 def find_candidates(run: Path, resume: str) -> list[Path]:
@@ -63,6 +59,25 @@ def _complete(checkpoint: Path) -> bool:
     return True
 
 
+# What a run may change without becoming another model.
+NOT_ARCHITECTURE = {
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "initializer_range",
+    "bias_update_speed",
+    "balance_loss_alpha",
+    "mtp_loss_weight",
+}
+
+
+def architecture_differences(saved: ModelConfig, here: ModelConfig) -> list[str]:
+    """The fields of the architecture that differ, in words."""
+    there, ours = saved.to_dict(), here.to_dict()
+    keys = [key for key in ours if key not in NOT_ARCHITECTURE and there.get(key) != ours[key]]
+    return [f"{key} {there.get(key)} there, {ours[key]} here" for key in keys]
+
+
 def check_same_run(run: Path, checkpoint: Path | None, model: ModelConfig) -> None:
     """Refuse a folder, or a checkpoint, of another model.
 
@@ -72,38 +87,57 @@ def check_same_run(run: Path, checkpoint: Path | None, model: ModelConfig) -> No
     for path in (run / "model_config.json", checkpoint / "config.json" if checkpoint else None):
         if path is None or not path.is_file():
             continue
-        saved, here = ModelConfig.from_file(path).to_dict(), model.to_dict()
-        different = [key for key in here if saved.get(key) != here[key]]
+        different = architecture_differences(ModelConfig.from_file(path), model)
         if different:
-            shown = ", ".join(f"{key} {saved.get(key)} there, {here[key]} here" for key in different[:3])
-            raise UserError(f"{path}: belongs to another model ({shown}); give this run another --output_dir")
+            raise UserError(
+                f"{path}: belongs to another model ({', '.join(different[:3])}); give this run another --output_dir"
+            )
 
 
-def check_same_layout(checkpoint: Path, state: TrainingState, here: dict[str, Any]) -> None:
-    """Refuse what DeepSpeed's native checkpoints cannot load.
+def layout_changes(state: TrainingState, here: dict[str, Any]) -> list[str]:
+    """What ties a native DeepSpeed checkpoint to its run and differs here, in words; empty: it loads as it is."""
+    return [f"{key} {getattr(state, key)} -> {value}" for key, value in here.items() if getattr(state, key) != value]
+
+
+def check_convertible(checkpoint: Path, state: TrainingState, here: dict[str, Any], ds_config: dict[str, Any]) -> None:
+    """Refuse a change of layout that DeepSpeed's universal form cannot carry.
 
     Raises:
-        UserError: naming both sides.
+        UserError: saying what stands in the way.
     """
-    for key, value in here.items():
-        saved = getattr(state, key)
-        if saved != value:
-            raise UserError(f"{checkpoint}: was saved with {key} {saved}, this run has {value}; use the same to resume")
+    changes = layout_changes(state, here)
+    if not changes:
+        return
+    optimizer = ds_config["optimizer"]["type"]
+    if "adam" not in optimizer.lower():
+        raise UserError(
+            f"{checkpoint}: {', '.join(changes)}, but DeepSpeed converts Adam's state alone and the optimizer is "
+            f"{optimizer}; resume with the layout that it was saved with"
+        )
+    if ds_config.get("zero_optimization", {}).get("offload_optimizer", {}).get("device") == "nvme":
+        raise UserError(
+            f"{checkpoint}: {', '.join(changes)}, but DeepSpeed does not load a converted checkpoint into an optimizer "
+            "on NVMe; resume once with offload_optimizer.device cpu, save, and go on with nvme"
+        )
 
 
-def prepare_run_folder(run: Path, resume: str, overwrite: bool) -> None:
-    """Clear what a fresh start or a resume must not find; one process calls it, before the run writes.
+def check_fresh_folder(run: Path, resume: str, overwrite: bool) -> None:
+    """Refuse a fresh start over a run that is there.
 
     Raises:
         UserError: `--resume never` over a run, without `--overwrite` or where the folder is no run's.
     """
-    if resume == "never" and run.exists() and any(run.iterdir()):
-        if not overwrite:
-            raise UserError(
-                f"--resume never: {run} holds a run; give another --output_dir, or --overwrite to delete it"
-            )
-        if not (run / "run.json").exists():
-            raise UserError(f"--overwrite: {run} has no run.json, so it is not a run's folder; nothing was deleted")
+    if resume != "never" or not run.exists() or not any(run.iterdir()):
+        return
+    if not overwrite:
+        raise UserError(f"--resume never: {run} holds a run; give another --output_dir, or --overwrite to delete it")
+    if not (run / "run.json").exists():
+        raise UserError(f"--overwrite: {run} has no run.json, so it is not a run's folder; nothing was deleted")
+
+
+def prepare_run_folder(run: Path, resume: str) -> None:
+    """Clear what a fresh start or a resume must not find; one process calls it, before the run writes."""
+    if resume == "never" and run.exists():  # checked before: it is a run, and the user wants it gone
         shutil.rmtree(run)
     if checkpoints_folder(run).is_dir():
         clear_partial(checkpoints_folder(run))

@@ -1,5 +1,6 @@
 """One optimizer step: every token of the global batch weighs the same, and the expert bias moves once."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ class StepResult:
     applied: bool  # False: non-finite gradients, the step was skipped
     source_losses: list[float]  # main cross-entropy by source [nats per token]; nan where the step had none of it
     expert_load: dict[str, list[float]]  # router -> share of its tokens by expert
+    votes: list[float]  # what the ranks had to say beside training, each summed over them
 
 
 def train_step(
@@ -32,6 +34,7 @@ def train_step(
     bias_update_speed: float,
     source_ids: Tensor,
     num_sources: int,
+    votes: Callable[[], Sequence[float]] = tuple,
 ) -> StepResult:
     """Run all micro-batches of one optimizer step through the engine.
 
@@ -41,6 +44,7 @@ def train_step(
         bias_update_speed: gamma of the balancing bias [bias units per optimizer step].
         source_ids: (micro-steps, micro_batch_size) int64, which source each sequence is from.
         num_sources: sources of the run.
+        votes: asked at the end of the step; its numbers travel with the losses, so agreeing costs no message more.
     Raises:
         TrainingFault: a gradient is not finite where DeepSpeed would apply it all the same (fp32 without ZeRO).
     """
@@ -69,9 +73,9 @@ def train_step(
         )
         by_source[0].index_add_(0, sources, output["sequence_cross_entropy_sum"].double())
         by_source[1].index_add_(0, sources, (batch["labels"] != IGNORE_INDEX).sum(dim=1).double())
-    _all_reduce(sums)
+    sums = _all_reduce(torch.cat([sums, torch.tensor(votes(), device=engine.device, dtype=torch.float64)]))
     _all_reduce(by_source)
-    loss, mtp_loss, mtp_label_tokens, balance_loss = sums.tolist()
+    loss, mtp_loss, mtp_label_tokens, balance_loss, *voted = sums.tolist()
     grad_norm = engine.get_global_grad_norm() if norm is None else norm
     applied = bool(engine.was_step_applied())
     return StepResult(
@@ -84,6 +88,7 @@ def train_step(
         applied=applied,
         source_losses=(by_source[0] / by_source[1]).tolist(),
         expert_load=balance_experts(engine.module, bias_update_speed if applied else 0.0),
+        votes=voted,
     )
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from model.flops import count_parameters, training_flops_per_token
 from recipes.config.run_config import REPOSITORY
+from recipes.training.checkpoint_files import checkpoints_folder
 from recipes.training.evaluation import Evaluation
 from recipes.training.plan_run import RunPlan
-from recipes.training.resume import checkpoints_folder
 
 PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "accelerate")
 

@@ -13,7 +13,7 @@ from model.hf_layout import FilePart, file_parts
 from model.hf_weights import INDEX, SINGLE, WeightsError, parts_of_folder, parts_of_state
 from model.transformer import DeepseekForCausalLM
 from recipes.config.errors import UserError
-from recipes.training.checkpoint import load_model_state
+from recipes.training.checkpoint_weights import load_model_state
 
 
 @dataclass(frozen=True)

@@ -177,16 +177,17 @@ def test_preset_file_is_checked_and_flags_win(tmp_path):
 
 def test_never_and_overwrite(tmp_path):
     from recipes.config.errors import UserError
-    from recipes.training.resume import prepare_run_folder
+    from recipes.training.resume import check_fresh_folder, prepare_run_folder
 
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "precious.txt").write_text("not a run's")
     with pytest.raises(UserError, match="holds a run"):
-        prepare_run_folder(folder, "never", overwrite=False)
+        check_fresh_folder(folder, "never", overwrite=False)
     with pytest.raises(UserError, match="no run.json"):
-        prepare_run_folder(folder, "never", overwrite=True)
+        check_fresh_folder(folder, "never", overwrite=True)
     assert (folder / "precious.txt").exists()
     (folder / "run.json").write_text("{}")
-    prepare_run_folder(folder, "never", overwrite=True)
+    check_fresh_folder(folder, "never", overwrite=True)
+    prepare_run_folder(folder, "never")
     assert not folder.exists()

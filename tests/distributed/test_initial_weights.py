@@ -8,7 +8,7 @@ from launching import PRETRAIN, metrics, run_python, run_ranks
 
 from model.config import load_model_config
 from model.transformer import DeepseekForCausalLM
-from recipes.training.checkpoint import load_model_state
+from recipes.training.checkpoint_weights import load_model_state
 
 
 def test_a_differing_rank_is_named(small_model):

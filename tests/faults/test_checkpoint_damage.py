@@ -6,13 +6,13 @@ import json
 import pytest
 
 from recipes.config.errors import UserError
-from recipes.training.checkpoint import (
+from recipes.training.checkpoint_files import (
     CheckpointError,
-    _commit,
-    _prune,
     checkpoint_name,
     clear_partial,
+    commit,
     list_checkpoints,
+    prune,
     verify_checksums,
     verify_sizes,
 )
@@ -33,7 +33,7 @@ def run_folder(tmp_path):
         (aside / "tokenizer").mkdir(parents=True)
         (aside / "weights.pt").write_bytes(bytes(range(256)) * step)
         (aside / "tokenizer" / "tokenizer.json").write_text("{}")
-        _commit(aside, folder / checkpoint_name(step))
+        commit(aside, folder / checkpoint_name(step), {})
     return tmp_path / "run"
 
 
@@ -115,8 +115,8 @@ def test_partial_folders_go_and_the_best_stays(run_folder):
     assert [p.name for p in list_checkpoints(folder)] == [checkpoint_name(20), checkpoint_name(10)]
     assert not list(folder.glob("*.partial"))
     (folder / "best").write_text(checkpoint_name(10))
-    _prune(folder, total_limit=1)
+    prune(folder, total_limit=1)
     assert {p.name for p in list_checkpoints(folder)} == {checkpoint_name(10), checkpoint_name(20)}
     (folder / "best").write_text(checkpoint_name(20))
-    _prune(folder, total_limit=0)
+    prune(folder, total_limit=0)
     assert len(list_checkpoints(folder)) == 2

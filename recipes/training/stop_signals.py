@@ -1,0 +1,31 @@
+"""Signals that ask a run to stop: the first one is answered with a checkpoint, the second at once."""
+
+import os
+import signal
+from types import FrameType
+
+EXIT_STOPPED = 75  # sysexits.h's EX_TEMPFAIL: saved and stopped on request; the same command goes on from here
+
+
+class StopSignals:
+    """Notes SIGTERM and SIGUSR1, which Slurm and spot instances send before they take the machine.
+
+    A second one, or SIGINT at any time, ends the process at once with the shell's code for it (128 + signal).
+    """
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+
+    def install(self) -> None:
+        """Take the signals over; call it in the main thread."""
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._note)
+        signal.signal(signal.SIGINT, self._end)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.received:
+            self._end(number, frame)
+        self.received = signal.Signals(number).name
+
+    def _end(self, number: int, frame: FrameType | None) -> None:
+        os._exit(128 + number)  # a Python exit would wait for collectives that never end
