@@ -1,0 +1,108 @@
+"""What a checkpoint of the small preset costs: bytes, seconds, and how long training stands still.
+
+    python benchmarks/checkpoint.py [--folder F] [--preset small]
+
+Beside each save, the rate at which the same disk takes (write and fsync) and gives the same bytes as one plain file.
+"""
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import torch
+
+from model.config import load_model_config
+from model.flops import count_parameters
+from recipes.cluster.launch import Launch, quiet_deepspeed, start_process_group
+
+
+def plain_file_seconds(path: Path, size: int) -> tuple[float, float]:
+    """Seconds to write (with fsync) and to read back `size` bytes, the page cache dropped between as far as allowed."""
+    block = os.urandom(1 << 24)
+    begin = time.perf_counter()
+    with path.open("wb", buffering=0) as file:
+        for _ in range(size >> 24):
+            file.write(block)
+        os.fsync(file.fileno())
+    written = time.perf_counter() - begin
+    drop_from_cache(path)
+    begin = time.perf_counter()
+    with path.open("rb", buffering=0) as file:
+        while file.read(1 << 24):
+            pass
+    return written, time.perf_counter() - begin
+
+
+def drop_from_cache(path: Path) -> None:
+    """Make the next read of a file come from the disk."""
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def main() -> None:
+    """Take one step, save at once and in the background, load again."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=None, help="where to write (default: the temporary folder)")
+    parser.add_argument("--preset", default="small")
+    arguments = parser.parse_args()
+    quiet_deepspeed()
+    from recipes.training.checkpoint import CheckpointWriter, load_checkpoint
+    from recipes.training.checkpoint_files import TrainingState, verify_checksums
+    from recipes.training.engine import build_engine, build_model
+    from recipes.training.initial_weights import draw_weights
+
+    ds_config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+        "zero_optimization": {"stage": 1},
+        "bf16": {"enabled": True},
+    }
+    folder = Path(tempfile.mkdtemp(dir=arguments.folder))
+    start_process_group(Launch(0, 0, 1, 1), ds_config)
+    config = load_model_config(arguments.preset)
+    model = build_model(config, ds_config)
+    draw_weights(model, 0)
+    engine = build_engine(model, ds_config, lambda step: 1.0)
+    ids = torch.randint(0, config.vocab_size, (1, 64))
+    engine.backward(engine(input_ids=ids, labels=ids)["loss"])
+    engine.step()
+    (folder / "tokenizer").mkdir()
+    counts = count_parameters(config)
+    print(f"{arguments.preset}: {counts.total + counts.mtp:,} parameters, bf16 with fp32 master weights and moments")
+    for step, background in ((1, False), (2, False), (3, True)):
+        writer = CheckpointWriter(
+            engine, folder, config.to_dict(), folder / "tokenizer", total_limit=1, background=background
+        )
+        begin = time.perf_counter()
+        stall = writer.save(TrainingState(step=step, world_size=1, zero_stage=1, dtype="bf16"))
+        writer.finish()
+        seconds = time.perf_counter() - begin
+        checkpoint = folder / f"step_{step:08d}"
+        size = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
+        plain_write, plain_read = plain_file_seconds(folder / "plain", size)
+        print(
+            f"{'in the background' if background else 'at once':<18} {size:,} bytes; complete after {seconds:.2f} s, "
+            f"training stood still {stall:.2f} s; a plain file of that size: written in {plain_write:.2f} s"
+        )
+    for path in checkpoint.rglob("*.pt"):
+        drop_from_cache(path)
+    begin = time.perf_counter()
+    verify_checksums(checkpoint)
+    verified = time.perf_counter() - begin
+    begin = time.perf_counter()
+    load_checkpoint(engine, checkpoint)
+    print(
+        f"loaded in {time.perf_counter() - begin:.2f} s after {verified:.2f} s of verifying checksums from the disk; "
+        f"the plain file: read in {plain_read:.2f} s"
+    )
+    shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()
