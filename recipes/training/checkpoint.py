@@ -9,6 +9,7 @@ import random
 import shutil
 import threading
 import time
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -70,10 +71,14 @@ def _host_copy(value: Any) -> Any:
 
 
 class _HashedFile(io.RawIOBase):
-    """Counts and hashes what is written, so that nothing is read again for the manifest."""
+    """Counts and hashes what is written, so that nothing is read again for the manifest.
 
-    def __init__(self, file: BinaryIO) -> None:
+    A second thread hashes while this one writes: each costs about as much as the other, and both leave Python's lock.
+    """
+
+    def __init__(self, file: BinaryIO, hasher: Executor) -> None:
         self._file = file
+        self._hasher = hasher
         self._digest = hashlib.sha256()
         self.bytes = 0
 
@@ -81,10 +86,14 @@ class _HashedFile(io.RawIOBase):
         return True
 
     def write(self, content: Any) -> int:
-        self._digest.update(content)
-        self._file.write(content)
-        self.bytes += memoryview(content).nbytes
-        return memoryview(content).nbytes
+        hashed = self._hasher.submit(self._digest.update, content)
+        view = memoryview(content).cast("B")
+        written = 0
+        while written < len(view):  # an unbuffered file may take less than it is given
+            written += self._file.write(view[written:])
+        hashed.result()  # the buffer is the caller's again once this returns
+        self.bytes += written
+        return written
 
     @property
     def entry(self) -> dict[str, Any]:
@@ -95,8 +104,8 @@ class _HashedFile(io.RawIOBase):
 def _write_hashed(path: Path, content: Any) -> dict[str, Any]:
     """Write one object durably and return its manifest entry."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb", buffering=0) as file:
-        hashed = _HashedFile(file)
+    with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as hasher:
+        hashed = _HashedFile(file, hasher)
         torch.save(content, hashed)  # type: ignore[arg-type]  # it wants no more of a file than write()
         os.fsync(file.fileno())
     return hashed.entry
