@@ -1,9 +1,9 @@
-"""Environment variables on their way to every node: `cluster.env`, which people write, and DeepSpeed's `.deepspeed_env`.
+"""Environment variables on their way to every node.
 
-DeepSpeed's launcher stops at a blank line or a comment of `.deepspeed_env`. It puts a value with special characters between
-double quotes without escaping any, and the node's shell then evaluates it; before that pdsh replaces %h, %n, %u and %%.
-So people write `cluster.env`, in which a value is what stands after the first `=`, as it stands, and `render` makes of it
-the file that brings exactly these values through DeepSpeed, pdsh, ssh and the shell.
+DeepSpeed's launcher stops at a blank line or a comment of `.deepspeed_env`. It puts a value with special characters
+between double quotes without escaping any, and the node's shell then evaluates it; before that pdsh replaces %h, %n, %u
+and %%. So people write `cluster.env`, in which a value is what stands after the first `=`, as it stands, and `render`
+makes of it the file that brings exactly these values through DeepSpeed, pdsh, ssh and the shell.
 """
 
 import os
@@ -75,8 +75,8 @@ def parse(text: str) -> tuple[list[tuple[str, str]], list[str]]:
     if carried > _LONGEST_COMMAND_BYTES:
         longest = max(entries, key=lambda entry: len(entry[1]))[0]
         faults.append(
-            f"the variables make a command of {carried:,} bytes, more than ssh can be given; shorten them ({longest} is "
-            "the longest), or put them into a file on the nodes"
+            f"the variables make a command of {carried:,} bytes, more than ssh takes ({longest} is the longest); "
+            "shorten them, or put them into a file on the nodes"
         )
     return entries, faults
 

@@ -70,7 +70,7 @@ def parse_hostfile(content: bytes) -> tuple[dict[str, int], list[str]]:
 
 
 def _parse_line(line: str) -> tuple[str | None, int, str | None]:
-    """Host, slots and fault of a line; a host that can be told is given with a fault, too, so that a second one shows."""
+    """Host, slots and fault of a line; where the host can be told it is given with a fault, too."""
     name = line.split()[0]
     if not _HOST.fullmatch(name):
         if ":" in name or "@" in name:

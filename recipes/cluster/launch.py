@@ -9,6 +9,9 @@ from typing import Any
 import torch
 
 from recipes.cluster.op_builds import prepare_op_builds
+from recipes.cluster.stall_watch import StallWatch, set_default_timeout
+
+_stall_watches: list[StallWatch] = []
 
 
 @dataclass(frozen=True)
@@ -105,11 +108,17 @@ def start_process_group(
 
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    set_default_timeout(timeout)
     deepspeed.init_distributed(timeout=timeout, verbose=False)
+    if launch.world_size > 1:
+        _stall_watches.append(StallWatch(timeout.total_seconds()))
+        _stall_watches[-1].start()
     return device
 
 
 def stop_process_group() -> None:
     """Leave the process group, so that no rank outlives the others waiting."""
+    while _stall_watches:
+        _stall_watches.pop().stop()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -124,6 +124,21 @@ class PretrainConfig:
         default="auto", metadata={"help": "auto: the newest checkpoint that verifies; never; or a checkpoint's folder"}
     )
     overwrite: bool = field(default=False, metadata={"help": "with --resume never: delete the run that is there"})
+    nccl_preset: str = field(
+        default="auto",
+        metadata={
+            "help": "NCCL's environment variables, by network; auto chooses; what you set in the environment wins",
+            "choices": ["auto", "none", "single_node", "ethernet", "infiniband", "large", "debug"],
+        },
+    )
+    dist_timeout: int = field(
+        default=1800,
+        metadata={"help": "seconds that ranks wait for each other; one that stalls longer is named, and the run ends"},
+    )
+    skip_preflight: bool = field(
+        default=False,
+        metadata={"help": "leave out the quick checks of this host (disk, memory, locks, port) at the start"},
+    )
     dry_run: bool = field(default=False, metadata={"help": "resolve and check everything, print it, start nothing"})
     json: bool = field(default=False, metadata={"help": "print the result as one JSON line, too"})
     local_rank: int = field(default=0, metadata={"help": "set by the launcher"})
@@ -220,7 +235,8 @@ def _value_of(words: list[str], flag: str) -> str | None:
 
 def _check(config: PretrainConfig) -> None:
     faults = []
-    for name in ("seq_length", "max_steps", "train_tokens", "global_batch_size", "reference_batch_size", "save_steps"):
+    positive = ("seq_length", "max_steps", "train_tokens", "global_batch_size", "reference_batch_size", "save_steps")
+    for name in (*positive, "dist_timeout"):
         value = getattr(config, name)
         if value is not None and value < 1:
             faults.append(f"--{name} {value}: must be at least 1")

@@ -6,8 +6,10 @@ from typing import Any
 
 from model.config import ConfigError, ModelConfig, load_model_config
 from recipes.cluster.launch import Launch, device_dtypes, device_type, prefers_bf16
+from recipes.cluster.nccl_presets import NcclPreset, choose_preset, count_nodes, read_fabric
 from recipes.cluster.op_builds import has_compiler
 from recipes.config.batch_plan import BatchRamp
+from recipes.config.ds_check import zero_stage
 from recipes.config.ds_config import (
     ResolvedDsConfig,
     RunFacts,
@@ -49,6 +51,7 @@ class RunPlan:
     ds_config_source: str
     resolved: ResolvedDsConfig
     candidates: list[Path]  # checkpoints to resume from, best first
+    nccl: NcclPreset
 
     @property
     def schedule(self) -> Schedule:
@@ -147,7 +150,9 @@ def plan_run(config: PretrainConfig, launch: Launch) -> RunPlan:
     newest = candidates[0] if candidates else None
     if config.resume != "never":
         check_same_run(folder, newest, model)
-    plan = RunPlan(config, launch, device, folder, model, seq_length, source, resolved, candidates)
+    fabric = read_fabric(count_nodes(launch.world_size, launch.local_world_size), device)
+    nccl = choose_preset(config.nccl_preset, fabric, zero_stage(resolved.config))
+    plan = RunPlan(config, launch, device, folder, model, seq_length, source, resolved, candidates, nccl)
     if newest:
         try:
             check_convertible(newest, read_state(newest), plan.layout, resolved.config)

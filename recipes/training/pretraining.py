@@ -5,6 +5,7 @@ import json
 import random
 import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,8 @@ def open_run(plan: RunPlan) -> TrainingRun:
     set_cpu_threads(plan.launch)
     # Before the process group: tokenizing may outlast its timeout.
     sources, heldout = open_sources(plan.config, plan.model)
-    start_process_group(plan.launch, plan.resolved.config)
+    plan.nccl.apply()
+    start_process_group(plan.launch, plan.resolved.config, timedelta(seconds=plan.config.dist_timeout))
     newest = newest_verified(
         plan.candidates, plan.config.resume != "auto", plan.launch.rank, plan.launch.world_size, _from_all_ranks
     )

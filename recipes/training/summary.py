@@ -40,6 +40,7 @@ def plan_lines(plan: RunPlan) -> list[str]:
         f"data           {' '.join(plan.config.data)}; {plan.num_workers} loading processes a rank",
         f"run's folder   {plan.folder}",
         f"begins from    {start}",
+        *plan.nccl.lines(),
         *(f"note           {note}" for note in resolved.notes),
     ]
 
@@ -61,6 +62,7 @@ def plan_result(plan: RunPlan) -> dict[str, Any]:
         "world_size": plan.launch.world_size,
         "output_dir": str(plan.folder),
         "resume_step": state.step if state else 0,
+        "nccl_preset": plan.nccl.result(),
     }
 
 

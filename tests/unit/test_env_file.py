@@ -35,10 +35,11 @@ VALUES = {
 
 
 def remote_words(folder):
-    """The words after `pdsh -S -f N -w HOSTS` that DeepSpeed builds for a folder's .deepspeed_env, as its main() does."""
+    """What DeepSpeed sends to a host for a folder's .deepspeed_env, built as its main() does."""
     arguments = argparse.Namespace(
-        user_script="train.py", user_args=[], ssh_port=None, launcher_args="", master_addr="10.0.0.1", master_port=29500,
-        venv_script=None, no_python=False, module=False, no_local_rank=False, save_pid=False, enable_each_rank_log=None,
+        user_script="train.py", user_args=[], ssh_port=None, launcher_args="", master_addr="10.0.0.1",
+        master_port=29500, venv_script=None, no_python=False, module=False, no_local_rank=False, save_pid=False,
+        enable_each_rank_log=None,
     )  # fmt: skip
     runner = PDSHRunner(arguments, "e30=")
     with open(folder / ".deepspeed_env") as file:
