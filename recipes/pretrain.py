@@ -17,6 +17,7 @@ def main(argv: list[str] | None = None) -> int:
     """Plan, check, and, unless told otherwise, train."""
     config = parse_pretrain_config(argv)  # before anything heavy is imported: a wrong flag answers at once
     from recipes.cluster.launch import quiet_deepspeed, read_launch, stop_process_group
+    from recipes.cluster.preflight import run_preflight
     from recipes.training.plan_run import plan_run
     from recipes.training.summary import plan_lines, plan_result
 
@@ -25,6 +26,8 @@ def main(argv: list[str] | None = None) -> int:
     plan = plan_run(config, launch)
     if launch.is_main:
         print("\n".join(plan_lines(plan)), flush=True)
+    if not config.skip_preflight:
+        run_preflight(launch, plan.needs)
     if config.dry_run:
         if launch.is_main and config.json:
             print(json.dumps(plan_result(plan)))

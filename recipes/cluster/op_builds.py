@@ -101,6 +101,19 @@ def _someone_builds(folder: Path) -> bool:
     return False
 
 
+def stale_locks(folder: Path, stale_seconds: float = STALE_LOCK_SECONDS) -> dict[Path, float]:
+    """Locks below the folder of all builds that no process of this host will release, with their age [s]."""
+    found = {}
+    for lock in sorted(folder.glob("*/lock")):
+        try:
+            age = time.time() - lock.stat().st_mtime
+        except FileNotFoundError:
+            continue
+        if age > stale_seconds and not _someone_builds(lock.parent):
+            found[lock] = age
+    return found
+
+
 def wait_for_build_lock(lock: Path, stale_seconds: float = STALE_LOCK_SECONDS, wait: float = LOCK_WAIT_SECONDS) -> None:
     """Wait while another process builds; a lock that nobody will ever release is an error that names it.
 

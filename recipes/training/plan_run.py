@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from model.config import ConfigError, ModelConfig, load_model_config
+from model.flops import count_parameters
 from recipes.cluster.launch import Launch, device_dtypes, device_type, prefers_bf16
 from recipes.cluster.nccl_presets import NcclPreset, choose_preset, count_nodes, read_fabric
 from recipes.cluster.op_builds import has_compiler
+from recipes.cluster.preflight import RunNeeds
 from recipes.config.batch_plan import BatchRamp
 from recipes.config.ds_check import zero_stage
 from recipes.config.ds_config import (
@@ -89,6 +91,18 @@ class RunPlan:
         """Ranks that share one set of experts; 0 where AutoEP is off."""
         section = self.resolved.config.get("expert_parallel", {})
         return int(section.get("autoep_size", 1)) if section.get("enabled", False) else 0
+
+    @property
+    def needs(self) -> RunNeeds:
+        """What the run will ask of its hosts."""
+        return RunNeeds(
+            folder=self.folder,
+            ds_config=self.resolved.config,
+            device_type=self.device_type,
+            parameters=count_parameters(self.model).total,
+            checkpoints=max(1, self.config.save_total_limit) + 1,
+            loader_processes=self.num_workers,
+        )
 
     @property
     def layout(self) -> dict[str, Any]:
