@@ -19,6 +19,7 @@ import torch
 
 from model.config import ConfigError, ModelConfig, load_model_config
 from model.transformer import DeepseekForCausalLM
+from recipes.cluster.hostfile import read_hostfile
 from recipes.cluster.launch import quiet_deepspeed
 from recipes.cluster.memory import Parameter
 from recipes.cluster.plan_report import PlanReport
@@ -152,15 +153,7 @@ def _gpus(arguments: argparse.Namespace) -> int:
         return arguments.gpus or 8
     if arguments.gpus is not None:
         raise UserError("--gpus and --hostfile: both state the size of the cluster; give one")
-    from deepspeed.launcher.runner import fetch_hostfile
-
-    if not Path(arguments.hostfile).is_file():
-        raise UserError(f"--hostfile {arguments.hostfile}: no such file")
-    try:
-        hosts = fetch_hostfile(arguments.hostfile)
-    except ValueError as error:
-        raise UserError(f"--hostfile {arguments.hostfile}: {' '.join(str(error).split())}") from None
-    return sum(hosts.values())
+    return sum(read_hostfile(arguments.hostfile).values())
 
 
 def _model(name: str) -> ModelConfig:

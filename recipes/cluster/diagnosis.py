@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from recipes.cluster.env_file import check_deepspeed_env, check_exported
+from recipes.cluster.env_file import carried_names, check_deepspeed_env, check_exported
 from recipes.cluster.host_checks import check_hosts, clock_finding
 from recipes.cluster.preflight import FAILED, OK, WARNING, Finding
 from recipes.cluster.probe import run_probe
@@ -87,7 +87,8 @@ def diagnose(
         found.findings += _launcher(here, several=len(slots) > 1)
     else:
         master = master or "127.0.0.1"
-    answering = [host for host in addresses if not _failed(found, host)]
+    silent = {finding.host for finding in found.findings if finding.check == "ssh" and finding.state == FAILED}
+    answering = [host for host in addresses if host not in silent]
     asked = ["--json", "--output_dir", str(output_dir), *(["--master", master] if master else [])]
     asked += ["--remove_locks"] if remove_locks else []
     asked += ["--data", *map(str, data)] if data else []
@@ -107,10 +108,6 @@ def diagnose(
     if probe:
         _probe(found, addresses, slots, master, port, timeout)
     return found
-
-
-def _failed(found: Diagnosis, host: str) -> bool:
-    return any(finding.host == host and finding.state == FAILED for finding in found.findings)
 
 
 def _reach(found: Diagnosis, timeout: float) -> str | None:
@@ -155,10 +152,11 @@ def _launcher(here: str, *, several: bool) -> list[Finding]:
             Finding(here, "pdsh", OK, there) if there else Finding(here, "pdsh", FAILED, "is missing", remedy)
         )
         forwarded = [*EXPORT_ENVS, *get_accelerator().export_envs()]
-        findings += [Finding(here, "variables", WARNING, text) for text in check_exported(os.environ, forwarded)]
-        for folder in dict.fromkeys((Path.home(), Path.cwd())):
-            faults = check_deepspeed_env(folder)
-            findings += [Finding(here, "variables", FAILED, text) for text in faults]
+        folders = list(dict.fromkeys((Path.home(), Path.cwd())))
+        left = {name: value for name, value in os.environ.items() if name not in carried_names(folders)}
+        findings += [Finding(here, "variables", WARNING, text) for text in check_exported(left, forwarded)]
+        for folder in folders:
+            findings += [Finding(here, "variables", FAILED, text) for text in check_deepspeed_env(folder)]
     return findings
 
 

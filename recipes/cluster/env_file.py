@@ -178,6 +178,13 @@ def check_deepspeed_env(folder: Path) -> list[str]:
     return [f"{target}: {text}; run recipes/doctor.py --write_env" for text in found]
 
 
+def carried_names(folders: Iterable[Path]) -> set[str]:
+    """The variables that the folders' `.deepspeed_env` set on the nodes; they win over those of the shell."""
+    files = [folder / deepspeed_env_name() for folder in folders]
+    lines = [line for file in files if file.is_file() for line in _lines(_read(file))]
+    return {line.partition("=")[0].strip() for line in lines if "=" in line}
+
+
 def check_exported(environment: Mapping[str, str], prefixes: Iterable[str]) -> list[str]:
     """Variables of this shell that do not reach the nodes, or not as they are.
 

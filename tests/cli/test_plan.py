@@ -84,7 +84,7 @@ def test_a_picture_of_each_presets_schedule(capsys, tmp_path):
         (["--gpus", "eight"], "invalid int value"),
         (["--gpu", "8"], "unknown flag --gpu"),
         (["--model", "v4"], "--model v4"),
-        (["--hostfile", "/nowhere"], "--hostfile /nowhere: no such file"),
+        (["--hostfile", "/nowhere"], "--hostfile /nowhere: cannot be read"),
         (["--deepspeed_config", "nowhere.json"], "cannot be read"),
     ],
 )
