@@ -125,8 +125,9 @@ def _reach(found: Diagnosis, timeout: float) -> str | None:
         found.findings.append(Finding(host, "ssh", OK, f"answers in {ended.end - ended.begin:.1f} s"))
         uncertainty = (ended.end - ended.begin) / 2
         found.findings.append(clock_finding(host, clock - ended.begin - uncertainty, uncertainty))
-    words = answers[0].stdout.split()
-    return words[1] if answers[0].code == 0 and len(words) > 1 else None
+    last = answers[0].stdout.splitlines()[-1:]  # a login shell may greet before
+    addresses = " ".join(last).split()
+    return addresses[0] if answers[0].code == 0 and addresses else None
 
 
 def _take_facts(found: Diagnosis, host: str, ended: Ended) -> None:

@@ -19,6 +19,7 @@ from recipes.cluster.op_builds import extensions_folder, needed_ops, stale_locks
 from recipes.config.errors import UserError
 
 OK, WARNING, FAILED = "ok", "warning", "failed"
+_GPU = "GPU"
 GIB = 1 << 30
 _LEAST_SHARED_MEMORY_BYTES = 64 << 20  # what docker gives by default, and where NCCL and loaders begin to fail
 _GOOD_SHARED_MEMORY_BYTES = 1 * GIB
@@ -68,7 +69,7 @@ class RunNeeds:
 
 
 def run_preflight(launch: Launch, needs: RunNeeds) -> None:
-    """Check this host; its first rank prints a line for each doubt.
+    """Check this host; its first rank prints a line for each doubt, the others for one about their own GPU.
 
     Raises:
         UserError: what would make the run fail.
@@ -78,10 +79,9 @@ def run_preflight(launch: Launch, needs: RunNeeds) -> None:
     failed = [finding for finding in findings if finding.state == FAILED]
     if failed:
         raise UserError(*(f"{finding.line()} (--skip_preflight leaves this check out)" for finding in failed))
-    if launch.local_rank == 0:
-        for finding in findings:
-            if finding.state == WARNING:
-                print(f"warning: {finding.line()}", file=sys.stderr, flush=True)
+    for finding in findings:
+        if finding.state == WARNING and (launch.local_rank == 0 or finding.check == _GPU):
+            print(f"warning: {finding.line()}", file=sys.stderr, flush=True)
 
 
 def _main_only(host: str, launch: Launch, needs: RunNeeds) -> list[Finding]:
@@ -180,12 +180,12 @@ def _memory(host: str, launch: Launch, needs: RunNeeds) -> Finding:
 
 
 def _gpu(host: str, launch: Launch) -> Finding:
-    count = torch.cuda.device_count()
-    if launch.local_rank >= count:
+    # every rank counts for all of its host: of a mistake only the host's first rank speaks
+    if launch.local_world_size > (count := torch.cuda.device_count()):
         remedy = "set the hostfile's slots, or --num_gpus, to the GPUs that are there"
-        return Finding(host, "GPU", FAILED, f"local rank {launch.local_rank} has none: torch sees {count}", remedy)
+        return Finding(host, _GPU, FAILED, f"{launch.local_world_size} ranks, but torch sees {count}", remedy)
     free, total = torch.cuda.mem_get_info(launch.local_rank)
     state = OK if free >= _GOOD_GPU_FREE * total else WARNING
     remedy = "another process holds the rest; see nvidia-smi" if state != OK else ""
     text = f"{free / GIB:,.1f} of {total / GIB:,.1f} GiB free on GPU {launch.local_rank}"
-    return Finding(host, "GPU", state, text, remedy)
+    return Finding(host, _GPU, state, text, remedy)

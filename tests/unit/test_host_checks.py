@@ -171,6 +171,19 @@ def test_a_stale_lock_of_an_op_that_the_run_needs(tmp_path, ops):
     run_preflight(ONE, needs(tmp_path, ds_config={}))
 
 
+def test_gpus_and_their_memory(tmp_path, ops, monkeypatch, capsys):
+    monkeypatch.setattr(preflight.torch.cuda, "device_count", lambda: 2)
+    memory = {0: (79 * GIB, 80 * GIB), 1: (10 * GIB, 80 * GIB)}
+    monkeypatch.setattr(preflight.torch.cuda, "mem_get_info", memory.get)
+    on_gpus = needs(tmp_path, device_type="cuda")
+    with pytest.raises(UserError, match="GPU: 3 ranks, but torch sees 2"):
+        run_preflight(Launch(0, 0, 3, 3), on_gpus)
+    run_preflight(Launch(0, 0, 1, 1), on_gpus)
+    assert capsys.readouterr().err == ""
+    run_preflight(Launch(1, 1, 2, 2), on_gpus)
+    assert "10.0 of 80.0 GiB free on GPU 1" in capsys.readouterr().err
+
+
 def test_a_master_that_nobody_knows(tmp_path, ops, monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
     with pytest.raises(UserError, match="no-such-host.invalid cannot be found"):
