@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from recipes.cluster.env_file import carried_names, check_deepspeed_env, check_exported
+from recipes.cluster.env_file import carried_names, check_deepspeed_env, check_exported, deepspeed_env_name
 from recipes.cluster.host_checks import check_hosts, clock_finding
 from recipes.cluster.preflight import FAILED, OK, WARNING, Finding
 from recipes.cluster.probe import run_probe
@@ -153,7 +153,8 @@ def _launcher(here: str, *, several: bool) -> list[Finding]:
             Finding(here, "pdsh", OK, there) if there else Finding(here, "pdsh", FAILED, "is missing", remedy)
         )
         forwarded = [*EXPORT_ENVS, *get_accelerator().export_envs()]
-        folders = list(dict.fromkeys((Path.home(), Path.cwd())))
+        # one file, where DS_ENV_FILE is an absolute path
+        folders = list({folder / deepspeed_env_name(): folder for folder in (Path.home(), Path.cwd())}.values())
         left = {name: value for name, value in os.environ.items() if name not in carried_names(folders)}
         findings += [Finding(here, "variables", WARNING, text) for text in check_exported(left, forwarded)]
         for folder in folders:

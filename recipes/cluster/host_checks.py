@@ -61,8 +61,8 @@ def _same_everywhere(facts: Mapping[str, Facts]) -> Iterator[Finding]:
     """Compare each host with the master: Python, packages, repository, data, kind of device."""
     master, reference = next(iter(facts.items()))
     for host, own in facts.items():
-        versions = {"python": own["python"], **own["packages"]}
-        expected = {"python": reference["python"], **reference["packages"]}
+        versions = {"python": own["python"], "NCCL": own["nccl"] or "none", **own["packages"]}
+        expected = {"python": reference["python"], "NCCL": reference["nccl"] or "none", **reference["packages"]}
         wrong = [
             f"{name} {versions[name]}, {expected[name]} on {master}"
             for name in expected

@@ -62,6 +62,7 @@ def test_two_equal_nodes_are_well():
     [
         ({"python": "3.10.1"}, "packages", FAILED, "python 3.10.1, 3.11.2 on n1"),
         ({"packages": NODE["packages"] | {"torch": "2.1"}}, "packages", FAILED, "torch 2.1, 1.0 on n1"),
+        ({"nccl": "2.21.5"}, "packages", FAILED, "NCCL 2.21.5, 2.27.5 on n1"),
         ({"source_hash": "bbbb"}, "repository", FAILED, "differs from n1's"),
         ({"data": {"/data": "eeee"}}, "data", FAILED, "/data differs"),
         ({"data": {"/data": None}}, "data", FAILED, "no prepared folder"),
