@@ -76,7 +76,7 @@ def run_deepspeed(words: list[str], *, ranks: int | None = None, **keywords) -> 
 def metrics(run_folder: Path, *, evaluation: bool = False) -> list[dict]:
     """The lines of a run's metrics.jsonl: training steps, or evaluations."""
     lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if ("eval_loss" if evaluation else "loss") in line]
+    return [line for line in lines if ("eval_loss" if evaluation else "learning_rate") in line]
 
 
 def run_ranks(words: list[str], *, ranks: int, **keywords) -> list[Finished]:

@@ -53,13 +53,6 @@ def combination_faults(config: dict[str, Any], source: str, facts: "RunFacts") -
     return [f"{source}: {fault}" for check in checks for fault in check(config, facts)]
 
 
-def combination_notes(config: dict[str, Any]) -> list[str]:
-    """What works, but not as one would think."""
-    if enabled(config, "bf16") and zero_stage(config) == 0:
-        return ["bf16.enabled: at zero_optimization.stage 0 DeepSpeed begins with one AdamW step on no gradient"]
-    return []
-
-
 def _precision(config: dict[str, Any], facts: "RunFacts") -> Iterator[str]:
     both = enabled(config, "fp16") and enabled(config, "bf16")
     stage = zero_stage(config)
@@ -70,6 +63,13 @@ def _precision(config: dict[str, Any], facts: "RunFacts") -> Iterator[str]:
             "fp16.enabled: true at zero_optimization.stage 0, where DeepSpeed divides gradients by a loss scale that "
             "it never multiplied in; write stage 1"
         )
+    if enabled(config, "bf16") and stage == 0:
+        yield (
+            "bf16.enabled: true at zero_optimization.stage 0, where DeepSpeed begins with one step of the optimizer on "
+            "no gradient; write stage 1"
+        )
+    if section(config, "bf16").get("check_grad_overflow") is False:
+        yield "bf16.check_grad_overflow: false lets NaN gradients into the weights; write true, or delete it"
     for key in () if both else ("fp16", "bf16"):
         if enabled(config, key) and key not in facts.device_dtypes:
             have = ", ".join(sorted(facts.device_dtypes))

@@ -12,7 +12,7 @@ from model.config import ModelConfig
 from recipes.config.batch import ACCUMULATION, MICRO_BATCH, TRAIN_BATCH, Batch, BatchFault, resolve_batch
 from recipes.config.batch_plan import BatchPlan, BatchRamp
 from recipes.config.ds_auto import fill_in_autos, left_auto_faults, recipe_record, reopen
-from recipes.config.ds_check import LEARNING_RATES, combination_faults, combination_notes, section
+from recipes.config.ds_check import LEARNING_RATES, combination_faults, section
 from recipes.config.ds_keys import RECIPE_KEY, quiet_deepspeed, unknown_key_faults
 from recipes.config.errors import UserError
 from recipes.config.scheduler_section import resolve_scheduler
@@ -205,7 +205,7 @@ def resolve_ds_config(config: dict[str, Any], *, source: str, facts: RunFacts) -
     resolved[MICRO_BATCH] = batch.micro_batch_size
     resolved[ACCUMULATION] = batch.accumulation_steps
     resolved["scheduler"] = scheduler.section
-    notes = [*batch.notes, *scheduler.notes, *fill_in_autos(resolved, facts), *combination_notes(resolved)]
+    notes = [*batch.notes, *scheduler.notes, *fill_in_autos(resolved, facts)]
     faults += combination_faults(resolved, source, facts) + scheduler_faults + left_auto_faults(resolved, source)
     if faults:
         raise UserError(*faults)

@@ -139,6 +139,31 @@ class PretrainConfig:
         default=False,
         metadata={"help": "leave out the quick checks of this host (disk, memory, locks, port) at the start"},
     )
+    spike_window: int = field(
+        default=100, metadata={"help": "steps whose median loss tells a spike, once half of them are there; 0: off"}
+    )
+    spike_deviations: float = field(
+        default=6.0, metadata={"help": "standard deviations (from the median absolute one) above it that make a spike"}
+    )
+    on_spike: str = field(
+        default="warn",
+        metadata={
+            "help": "a spike of the loss: warn and train on, skip its update, or rewind to the newest checkpoint and "
+            "pass over the batch",
+            "choices": ["warn", "skip", "rewind"],
+        },
+    )
+    max_nonfinite_steps: int | None = field(
+        default=None,
+        metadata={"help": "steps in a row with NaN or infinity that end the run; default: 50 in fp16, bf16; 1 in fp32"},
+    )
+    log_group_norms: bool = field(
+        default=False,
+        metadata={"help": "log the gradient's norm by kind of parameter, too; costs one more reduction a step"},
+    )
+    deterministic: bool = field(
+        default=False, metadata={"help": "let a GPU repeat a run to the bit, at some cost; a CPU does so by itself"}
+    )
     dry_run: bool = field(default=False, metadata={"help": "resolve and check everything, print it, start nothing"})
     json: bool = field(default=False, metadata={"help": "print the result as one JSON line, too"})
     local_rank: int = field(default=0, metadata={"help": "set by the launcher"})
@@ -236,13 +261,17 @@ def _value_of(words: list[str], flag: str) -> str | None:
 def _check(config: PretrainConfig) -> None:
     faults = []
     positive = ("seq_length", "max_steps", "train_tokens", "global_batch_size", "reference_batch_size", "save_steps")
-    for name in (*positive, "dist_timeout"):
+    for name in (*positive, "dist_timeout", "max_nonfinite_steps"):
         value = getattr(config, name)
         if value is not None and value < 1:
             faults.append(f"--{name} {value}: must be at least 1")
-    for name in ("num_workers", "save_total_limit", "eval_steps", "seed"):
+    for name in ("num_workers", "save_total_limit", "eval_steps", "seed", "spike_window"):
         if (getattr(config, name) or 0) < 0:
             faults.append(f"--{name} {getattr(config, name)}: must be at least 0")
+    if not config.spike_deviations > 0:
+        faults.append(f"--spike_deviations {config.spike_deviations}: must be above 0, such as 6")
+    if config.on_spike != "warn" and not config.spike_window:
+        faults.append(f"--on_spike {config.on_spike} with --spike_window 0: no spike is ever found; write 100")
     if config.max_steps and config.train_tokens:
         faults.append("--max_steps and --train_tokens: both state the length of the run; give one")
     if config.overwrite and config.resume != "never":

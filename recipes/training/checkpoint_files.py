@@ -45,6 +45,8 @@ class TrainingState:
     dtype: str = "fp32"
     autoep_size: int = 0  # ranks that share one set of experts; 0: AutoEP is off
     loss_scaler: dict[str, float] | None = None  # fp16's: scale and counters
+    recent_losses: list[float] = field(default_factory=list)  # against which a spike is measured
+    passed_over: list[list[int]] = field(default_factory=list)  # [first sequence, sequences, step rewound to] of spikes
     settings: dict[str, Any] = field(default_factory=dict)  # what the run was told, to show what a resume changes
 
 

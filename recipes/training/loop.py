@@ -10,25 +10,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from model.flops import training_flops_per_token
-from recipes.config.errors import TrainingFault
 from recipes.data.corpus import PreparedCorpus
 from recipes.data.loader import StepBatch, TrainingData, heldout_batches, step_batches
 from recipes.training.checkpoint import CheckpointWriter
 from recipes.training.checkpoint_files import TrainingState, checkpoints_folder
 from recipes.training.evaluation import Evaluation, evaluate
+from recipes.training.loss_scale import UpdateControl
 from recipes.training.metrics import MetricsWriter, device_peak_flops, step_metrics
 from recipes.training.plan_run import RunPlan
+from recipes.training.spikes import SpikeWatch, next_sample
+from recipes.training.stability import FiniteWatch
 from recipes.training.step import StepResult, train_step
 from recipes.training.stop_signals import StopSignals
 from recipes.training.token_schedules import bias_update_speed_at, mtp_loss_weight_at, parse_later_weight
 
 SIGNALLED, WRITTEN = 0, 1  # places in a step's votes
-MAX_SKIPPED_IN_A_ROW = 50  # dynamic loss scaling skips a few; this many in a row never recover
 
 
 @dataclass
@@ -40,7 +40,6 @@ class TrainingRun:
     data: TrainingData
     heldout: list[PreparedCorpus]
     state: TrainingState
-    skipped_in_a_row: int = 0
     signals: StopSignals = field(default_factory=StopSignals)
     stopped_by: str | None = None  # the signal that ended the run before its last step
 
@@ -61,20 +60,26 @@ class TrainingRun:
             batches = self._batches()
             while self.state.step < self.plan.resolved.max_steps:
                 begin = time.perf_counter()  # a step's time is the step's alone, without evaluation and saving
+                if self._passes_over():
+                    batches = self._batches()
                 batch = next(batches)
                 data_wait = time.perf_counter() - begin
                 result = self._take_step(batch)
+                if self._rewinds(writer):
+                    batches, bar.n = self._batches(), self.state.step
+                    continue
                 line = self._measure(batch, result, time.perf_counter() - begin, data_wait)
                 if writer:
                     writer.write(line)
                 _show(bar, line)
-                self._give_up_if_hopeless(line["loss_scale"])
+                self._end_if_hopeless(batch, result)
                 evaluated = self._due(self.plan.config.eval_steps)
                 if evaluated:
                     evaluation = self._evaluate(writer)
                 self.stopped_by = self._stop_asked_for(result)
-                # after a skipped step the loss scale is in motion; a run that is told to stop saves all the same
-                due = self._due(self.plan.config.save_steps) and not self.skipped_in_a_row
+                # after a skipped step the loss scale is in motion; at its end a run saves all the same
+                last = self.state.step == self.plan.resolved.max_steps
+                due = self._due(self.plan.config.save_steps) and (last or not self._finite_watch.in_a_row)
                 if due or self.stopped_by:
                     self._save(evaluation if evaluated else None, writer)
                 elif result.votes[WRITTEN] == self.plan.launch.world_size:
@@ -111,21 +116,43 @@ class TrainingRun:
         if self.engine.train_batch_size() != global_batch_size:
             self.engine.set_train_batch_size(global_batch_size)
         self.engine.module.mtp_loss_weight = self._mtp_loss_weight()
-        micro_batches = [_to_device(micro, self.engine.device) for micro in batch.micro_batches]
         result = train_step(
             self.engine,
-            micro_batches,
+            self._control,
+            self._on_device(batch),
             self._bias_update_speed(),
             batch.source_ids,
             len(self.data.corpora),
             self._votes,
+            leave_out=functools.partial(self._spike_watch.is_unwanted, state.recent_losses),
+            log_group_norms=self.plan.config.log_group_norms,
         )
         state.step += 1
         state.samples += global_batch_size
         state.tokens += result.label_tokens
         state.skipped_steps += not result.applied
-        self.skipped_in_a_row = 0 if result.applied else self.skipped_in_a_row + 1
+        self._spike_watch.remember(state.recent_losses, result.loss)
         return result
+
+    def _on_device(self, batch: StepBatch) -> list[dict[str, Tensor]]:
+        device = self.engine.device
+        return [
+            {name: tensor.to(device, non_blocking=True) for name, tensor in micro.items()}
+            for micro in batch.micro_batches
+        ]
+
+    def _rewinds(self, metrics: MetricsWriter | None) -> bool:
+        """Answer a spike of the step's loss; whether training goes on from a checkpoint."""
+        count = self.plan.resolved.batch_plan.batch_at(self.state.step - 1)
+        state = self._spike_watch.answer(self.state, self.plan.layout, count, self.writer.finish, metrics)
+        self.state = state or self.state
+        return state is not None
+
+    def _passes_over(self) -> bool:
+        """Move on over sequences that a rewind has excluded; whether there were any here."""
+        state, before = self.state, self.state.samples
+        state.samples = next_sample(before, self.plan.resolved.batch_plan.batch_at(state.step), state.passed_over)
+        return state.samples != before
 
     def _measure(self, batch: StepBatch, result: StepResult, seconds: float, data_wait: float) -> dict[str, Any]:
         """The step's line of metrics.jsonl."""
@@ -143,12 +170,29 @@ class TrainingRun:
         )
         return line | self._by_source(result) if len(self.data.corpora) > 1 else line
 
-    def _give_up_if_hopeless(self, loss_scale: float) -> None:
-        if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
-            raise TrainingFault(
-                f"step {self.state.step}: {self.skipped_in_a_row} steps in a row had gradients that are not finite "
-                f"(loss scale {loss_scale:g}); the newest good checkpoint is the one before them"
-            )
+    def _end_if_hopeless(self, batch: StepBatch, result: StepResult) -> None:
+        """Warn of a step that was not finite; raises TrainingFault where no later one can be good."""
+        watch, state = self._finite_watch, self.state
+        warning = watch.look(state.step, result, state.skipped_steps)
+        if warning and self.plan.launch.is_main:
+            print(warning, flush=True)
+        why = watch.hopeless(result)
+        if why:
+            self.writer.finish()
+            raise watch.fault(state.step, why, result, self._on_device(batch))
+
+    @functools.cached_property
+    def _control(self) -> UpdateControl:
+        return UpdateControl(self.engine)
+
+    @functools.cached_property
+    def _finite_watch(self) -> FiniteWatch:
+        checkpoints, limit = checkpoints_folder(self.plan.folder), self.plan.config.max_nonfinite_steps
+        return FiniteWatch(self.engine, self._control, checkpoints, self.plan.dtype, limit)
+
+    @functools.cached_property
+    def _spike_watch(self) -> SpikeWatch:
+        return SpikeWatch(self.engine, self.plan.config, checkpoints_folder(self.plan.folder))
 
     @functools.cached_property
     def _flops_per_token(self) -> float:
@@ -212,6 +256,7 @@ class TrainingRun:
 
     def _save(self, evaluation: Evaluation | None, metrics: MetricsWriter | None) -> None:
         state = self.state
+        self._finite_watch.check_weights(state.step)
         best = evaluation is not None and evaluation.loss <= (state.best_eval_loss or evaluation.loss)
         if best and evaluation:
             state.best_eval_loss = evaluation.loss
@@ -236,10 +281,6 @@ def _show(bar: tqdm, line: dict[str, Any]) -> None:
         refresh=False,
     )
     bar.update()
-
-
-def _to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
 def evaluate_heldout(engine: Any, plan: RunPlan, heldout: list[PreparedCorpus]) -> Evaluation | None:

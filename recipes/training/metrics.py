@@ -93,6 +93,7 @@ def step_metrics(
         "expert_load_violation": expert_load_violation(result.expert_load),
         "expert_load": {layer: [round(share, 5) for share in shares] for layer, shares in result.expert_load.items()},
         "epoch": epoch,
+        **({"grad_norms": result.grad_norms} if result.grad_norms else {}),
     }
 
 
@@ -120,6 +121,13 @@ class MetricsWriter:
         aside = self._path.with_suffix(".jsonl.partial")
         aside.write_text("".join(kept))
         aside.replace(self._path)
+
+    def rewind(self, step: int) -> None:
+        """Forget the steps after `step`: training goes on from there."""
+        self._file.close()
+        self._drop_after(step)
+        self._file = self._path.open("a")
+        self.write_event("resume", step)
 
     def write_event(self, event: str, step: int, **details: Any) -> None:
         """Write a line that is no measurement: a resume, a spike."""

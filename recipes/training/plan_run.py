@@ -11,7 +11,7 @@ from recipes.cluster.nccl_presets import NcclPreset, choose_preset, count_nodes,
 from recipes.cluster.op_builds import has_compiler
 from recipes.cluster.preflight import RunNeeds
 from recipes.config.batch_plan import BatchRamp
-from recipes.config.ds_check import zero_stage
+from recipes.config.ds_check import enabled, zero_stage
 from recipes.config.ds_config import (
     ResolvedDsConfig,
     RunFacts,
@@ -160,6 +160,11 @@ def plan_run(config: PretrainConfig, launch: Launch) -> RunPlan:
     )
     resolved = resolve_ds_config(apply_overrides(load_ds_config(source), config.set), source=source, facts=facts)
     check_fresh_folder(folder, config.resume, config.overwrite)
+    if config.log_group_norms and enabled(resolved.config, "expert_parallel"):
+        raise UserError(
+            "--log_group_norms with expert_parallel in the ds_config: a rank would count its own experts alone; "
+            "leave the flag out"
+        )
     candidates = find_candidates(folder, config.resume)
     newest = candidates[0] if candidates else None
     if config.resume != "never":

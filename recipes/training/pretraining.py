@@ -19,6 +19,7 @@ from recipes.data.loader import TrainingData
 from recipes.training.checkpoint import load_checkpoint
 from recipes.training.checkpoint_files import TrainingState, checkpoints_folder, read_state
 from recipes.training.data_sources import open_sources
+from recipes.training.determinism import make_deterministic
 from recipes.training.engine import build_engine, build_model
 from recipes.training.evaluation import Evaluation
 from recipes.training.initial_weights import check_same_on_every_rank, copy_weights, draw_weights
@@ -57,6 +58,8 @@ def pretrain(plan: RunPlan) -> int:
 def open_run(plan: RunPlan) -> TrainingRun:
     """A run where it stands: data open, engine built, its checkpoint loaded."""
     set_cpu_threads(plan.launch)
+    if plan.config.deterministic:
+        make_deterministic(plan.device_type, plan.launch.is_main)
     # Before the process group: tokenizing may outlast its timeout.
     sources, heldout = open_sources(plan.config, plan.model)
     plan.nccl.apply()

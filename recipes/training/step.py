@@ -1,7 +1,8 @@
 """One optimizer step: every token of the global batch weighs the same, and the expert bias moves once."""
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -9,7 +10,8 @@ from torch import Tensor
 
 from model.losses import IGNORE_INDEX
 from model.moe import iter_routers, update_expert_bias
-from recipes.config.errors import TrainingFault
+from recipes.training.group_norms import group_norms
+from recipes.training.loss_scale import UpdateControl
 
 
 @dataclass
@@ -22,31 +24,40 @@ class StepResult:
     label_tokens: int  # tokens with a loss, over the global batch
     learning_rate: float  # of this step's update
     grad_norm: float  # before clipping; inf when the step was skipped
-    applied: bool  # False: non-finite gradients, the step was skipped
+    applied: bool  # False: the update was left out
+    finite: bool  # False: the loss or a gradient was not, so the update was left out
+    loss_scale: float  # that the gradients were made with; 1.0 outside fp16
+    loss_denominator: float  # of each micro-batch's loss [tokens]
     source_losses: list[float]  # main cross-entropy by source [nats per token]; nan where the step had none of it
     expert_load: dict[str, list[float]]  # router -> share of its tokens by expert
     votes: list[float]  # what the ranks had to say beside training, each summed over them
+    grad_norms: dict[str, float] = field(default_factory=dict)  # before clipping, by kind of parameter, on request
 
 
 def train_step(
     engine: Any,
+    control: UpdateControl,
     micro_batches: list[dict[str, Tensor]],
     bias_update_speed: float,
     source_ids: Tensor,
     num_sources: int,
     votes: Callable[[], Sequence[float]] = tuple,
+    *,
+    leave_out: Callable[[float], bool] = lambda loss: False,
+    log_group_norms: bool = False,
 ) -> StepResult:
     """Run all micro-batches of one optimizer step through the engine.
 
     Args:
         engine: the DeepSpeed engine.
+        control: of this engine's updates.
         micro_batches: this rank's, `gradient_accumulation_steps` of them, on the engine's device.
         bias_update_speed: gamma of the balancing bias [bias units per optimizer step].
         source_ids: (micro-steps, micro_batch_size) int64, which source each sequence is from.
         num_sources: sources of the run.
         votes: asked at the end of the step; its numbers travel with the losses, so agreeing costs no message more.
-    Raises:
-        TrainingFault: a gradient is not finite where DeepSpeed would apply it all the same (fp32 without ZeRO).
+        leave_out: asked with the step's loss before the update, on every rank alike; True leaves the update out.
+        log_group_norms: also give the gradient's norm by kind of parameter.
     """
     labels = sum((batch["labels"] != IGNORE_INDEX).sum() for batch in micro_batches)
     label_tokens = int(_all_reduce(torch.as_tensor(labels, device=engine.device)))
@@ -55,14 +66,12 @@ def train_step(
     denominator = max(label_tokens, 1) / (engine.dp_world_size * len(micro_batches))
 
     learning_rate = engine.get_lr()[0]  # engine.step() moves the schedule on
+    loss_scale = control.loss_scale
     by_source = torch.zeros(2, num_sources, device=engine.device, dtype=torch.float64)  # nats, tokens
     sums = torch.zeros(4, device=engine.device, dtype=torch.float64)
     for batch, sources in zip(micro_batches, source_ids.to(engine.device), strict=True):
         output = engine(**batch, loss_denominator=denominator)
         engine.backward(output["loss"])
-        if engine.is_gradient_accumulation_boundary():
-            norm = _unpartitioned_grad_norm(engine)
-        engine.step()
         sums += torch.stack(
             [
                 output["cross_entropy_sum"].double(),
@@ -73,22 +82,35 @@ def train_step(
         )
         by_source[0].index_add_(0, sources, output["sequence_cross_entropy_sum"].double())
         by_source[1].index_add_(0, sources, (batch["labels"] != IGNORE_INDEX).sum(dim=1).double())
+        if not engine.is_gradient_accumulation_boundary():
+            engine.step()
     sums = _all_reduce(torch.cat([sums, torch.tensor(votes(), device=engine.device, dtype=torch.float64)]))
     _all_reduce(by_source)
     loss, mtp_loss, mtp_label_tokens, balance_loss, *voted = sums.tolist()
-    grad_norm = engine.get_global_grad_norm() if norm is None else norm
+    loss /= max(label_tokens, 1)
+
+    norm = _unpartitioned_grad_norm(engine)
+    norms = group_norms(engine, loss_scale) if log_group_norms else {}
+    finite = all(map(math.isfinite, (loss, mtp_loss, balance_loss, norm or 0.0)))
+    unwanted = finite and leave_out(loss)
+    control.step(leave_out=unwanted or not finite)
     applied = bool(engine.was_step_applied())
+    grad_norm = engine.get_global_grad_norm() if norm is None else norm
     return StepResult(
-        loss=loss / max(label_tokens, 1),
+        loss=loss,
         mtp_loss=mtp_loss / max(mtp_label_tokens, 1),
         balance_loss=balance_loss / (engine.dp_world_size * len(micro_batches)),
         label_tokens=label_tokens,
         learning_rate=learning_rate,
         grad_norm=float(grad_norm) if applied and grad_norm is not None else float("inf"),
         applied=applied,
+        finite=finite and (applied or (unwanted and not control.overflowed)),
+        loss_scale=loss_scale,
+        loss_denominator=denominator,
         source_losses=(by_source[0] / by_source[1]).tolist(),
         expert_load=balance_experts(engine.module, bias_update_speed if applied else 0.0),
         votes=voted,
+        grad_norms=norms,
     )
 
 
@@ -101,11 +123,7 @@ def _unpartitioned_grad_norm(engine: Any) -> float | None:
     """The gradient's norm in fp32 at ZeRO stage 0, where DeepSpeed keeps none and applies even NaN; else None."""
     if engine.zero_optimization() or engine.fp16_enabled() or engine.bfloat16_enabled():
         return None
-    gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
-    norm = float(torch.nn.utils.get_total_norm(gradients))
-    if not norm < float("inf"):
-        raise TrainingFault(f"step {engine.global_steps + 1}: the gradient's norm is {norm} in fp32 at ZeRO stage 0")
-    return norm
+    return float(torch.nn.utils.get_total_norm([p.grad for p in engine.module.parameters() if p.grad is not None]))
 
 
 @torch.no_grad()
