@@ -85,9 +85,22 @@ def nonfinite_parameter(model: nn.Module) -> str | None:
 
     Under ZeRO-3 each rank looks at its own parts.
     """
-    named = [(name, getattr(parameter, "ds_tensor", parameter)) for name, parameter in model.named_parameters()]
+    named = list(model.named_parameters())
+    device = named[0][1].device
+    parts = [_held_part(parameter) for _, parameter in named]
     # The largest magnitude is NaN or infinite where any value is.
-    largest = [part.abs().amax().float() if part.numel() else torch.zeros((), device=part.device) for _, part in named]
+    largest = [
+        part.abs().amax().float().to(device) if part.numel() else torch.zeros((), device=device) for part in parts
+    ]
     bad = (~torch.isfinite(torch.stack(largest))).int()  # (parameters,)
     torch.distributed.all_reduce(bad, op=torch.distributed.ReduceOp.MAX)
     return next((name for (name, _), is_bad in zip(named, bad.tolist(), strict=True) if is_bad), None)
+
+
+def _held_part(parameter: Any) -> Tensor:
+    """What this rank has of a parameter, without the memory that ZeRO-3 adds to make the ranks' parts equally long."""
+    if not hasattr(parameter, "ds_tensor"):
+        return parameter
+    size = parameter.partition_numel()
+    start = size * torch.distributed.get_rank(parameter.ds_process_group)
+    return parameter.ds_tensor.flatten()[: max(0, min(size, parameter.ds_numel - start))]
