@@ -29,6 +29,12 @@ def test_a_left_out_update_leaves_no_trace(report, kind):
     assert found["with next"][0] != found["with before"], "the next step moved nothing, so nothing was tested"
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_weight_that_is_not_finite_on_one_rank_is_named_on_all(report, kind):
+    found = report["left_out"][kind]
+    assert found["healthy"] is None and found["poisoned"] == "model.layers.1.mlp.experts.down_proj"
+
+
 @pytest.mark.parametrize("stage, clip", [(2, 0.0), (2, 1.0), (3, 0.0)])
 def test_the_loss_scales_growth_bends_no_update(report, stage, clip):
     found = report["growth"][f"{stage} clip {clip}"]

@@ -14,12 +14,14 @@ from deepspeed.utils import safe_get_full_fp32_param
 
 from model.config import ModelConfig
 from recipes.cluster.launch import quiet_deepspeed, read_launch, start_process_group, stop_process_group
+from recipes.training.diagnosis import nonfinite_parameter
 from recipes.training.engine import build_engine, build_model
 from recipes.training.initial_weights import draw_weights
 from recipes.training.loss_scale import UpdateControl
 from recipes.training.step import train_step
 
 ADAMW = {"type": "AdamW", "params": {"lr": 0.01, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True}}
+POISONED = "model.layers.1.mlp.experts.down_proj"
 LEFT_OUT = {
     **{f"fp32 {stage}": {"zero_optimization": {"stage": stage}} for stage in (0, 1, 2, 3)},
     "bf16 1": {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}},
@@ -105,6 +107,12 @@ def left_out(config, settings):
             found |= {"applied": result.applied, "finite": result.finite, "with after": digest(engine)}
         result = step(engine, control, 3)
         found[f"{kind} next"] = [digest(engine), result.loss, result.grad_norm]
+        if kind == "without":
+            found["healthy"] = nonfinite_parameter(engine.module)
+            if torch.distributed.get_rank() == 1:
+                weight = engine.module.get_parameter(POISONED)
+                getattr(weight, "ds_tensor", weight).data.view(-1)[3] = float("nan")
+            found["poisoned"] = nonfinite_parameter(engine.module)
         engine.destroy()
     return found
 
