@@ -6,7 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,12 @@ from recipes.data.corpus import PreparedCorpus
 from recipes.data.loader import StepBatch, TrainingData, heldout_batches, step_batches
 from recipes.training.checkpoint import CheckpointWriter
 from recipes.training.checkpoint_files import TrainingState, checkpoints_folder
+from recipes.training.device_peak import device_peak_flops
 from recipes.training.evaluation import Evaluation, evaluate
-from recipes.training.metrics import MetricsWriter, device_peak_flops, step_metrics
+from recipes.training.instruments import Instruments
+from recipes.training.metrics import MetricsWriter, step_metrics
 from recipes.training.plan_run import RunPlan
+from recipes.training.run_log import logger
 from recipes.training.step import StepResult, train_step
 from recipes.training.stop_signals import StopSignals
 from recipes.training.token_schedules import bias_update_speed_at, mtp_loss_weight_at, parse_later_weight
@@ -57,16 +60,24 @@ class TrainingRun:
         if self.plan.config.save_on_exit_signal:
             self.signals.install()
         evaluation = None
-        with self._progress_bar() as bar, contextlib.closing(writer) if writer else contextlib.nullcontext():
+        with (
+            self._progress_bar() as bar,
+            contextlib.closing(writer) if writer else contextlib.nullcontext(),
+            Instruments(self.plan, self.engine, self.state.step) as instruments,
+        ):
             batches = self._batches()
             while self.state.step < self.plan.resolved.max_steps:
+                instruments.begin_step(self.state.step + 1)
                 begin = time.perf_counter()  # a step's time is the step's alone, without evaluation and saving
-                batch = next(batches)
-                data_wait = time.perf_counter() - begin
+                batch = instruments.fetch(batches)
                 result = self._take_step(batch)
-                line = self._measure(batch, result, time.perf_counter() - begin, data_wait)
+                seconds = time.perf_counter() - begin
+                ranks_line, growths = instruments.end_step(self.state.step, seconds)
+                line = self._measure(batch, result, seconds) | ranks_line
                 if writer:
                     writer.write(line)
+                    for growth in growths:
+                        writer.write_event("memory_growth", self.state.step, **asdict(growth))
                 _show(bar, line)
                 self._give_up_if_hopeless(line["loss_scale"])
                 evaluated = self._due(self.plan.config.eval_steps)
@@ -127,7 +138,7 @@ class TrainingRun:
         self.skipped_in_a_row = 0 if result.applied else self.skipped_in_a_row + 1
         return result
 
-    def _measure(self, batch: StepBatch, result: StepResult, seconds: float, data_wait: float) -> dict[str, Any]:
+    def _measure(self, batch: StepBatch, result: StepResult, seconds: float) -> dict[str, Any]:
         """The step's line of metrics.jsonl."""
         line = step_metrics(
             result,
@@ -137,7 +148,7 @@ class TrainingRun:
             skipped_steps=self.state.skipped_steps,
             epoch=batch.epoch,
             seconds=seconds,
-            data_wait_seconds=data_wait,
+            batch_tokens=self.plan.resolved.batch_plan.batch_at(self.state.step - 1) * self.plan.seq_length,
             flops_per_token=self._flops_per_token,
             peak_flops=self._peak_flops,
         )
@@ -207,7 +218,10 @@ class TrainingRun:
                     "eval_loss": evaluation.loss,
                     "eval_bits_per_byte": evaluation.bits_per_byte,
                 }
+                | ({} if evaluation.mtp_acceptance is None else {"eval_mtp_acceptance": evaluation.mtp_acceptance})
             )
+        if evaluation:
+            logger.info("step %d: held-out loss %.4f nats per token", self.state.step, evaluation.loss)
         return evaluation
 
     def _save(self, evaluation: Evaluation | None, metrics: MetricsWriter | None) -> None:
@@ -218,6 +232,7 @@ class TrainingRun:
         stall = self.writer.save(state, best)
         if metrics:
             metrics.write_event("save", state.step, stall_seconds=round(stall, 4))
+        logger.info("step %d: checkpoint; training stood still for %.3f s", state.step, stall)
 
     def _progress_bar(self) -> tqdm:
         return tqdm(
