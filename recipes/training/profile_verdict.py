@@ -41,8 +41,8 @@ ADVICE = {
     OTHER: (0.3, "many small operators: larger micro-batches; torch.compile fuses them"),
     BETWEEN: (
         0.25,
-        "the host cannot keep up with launching: larger micro-batches, fewer accumulated; no --gradient_checkpointing where "
-        "memory allows",
+        "the host cannot keep up with launching: larger micro-batches, fewer accumulated; no recomputation "
+        "(--gradient_checkpointing none) where memory allows",
     ),
 }
 
