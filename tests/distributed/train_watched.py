@@ -30,6 +30,11 @@ def held_open() -> dict[str, int]:
     }
 
 
+def files_of(folder: Path) -> list[Path]:
+    """All files of a run but its logs, whose number the rotation bounds."""
+    return [path for path in folder.rglob("*") if path.is_file() and path.parent.name != "logs"]
+
+
 def planted(plant: str, rank: int, folder: Path, train_step):
     """The loop's train_step, with something more."""
     steps = 0
@@ -43,7 +48,7 @@ def planted(plant: str, rank: int, folder: Path, train_step):
         if plant == "slow" and rank == 1:
             time.sleep(0.2)
         if plant == "none" and steps in NOTED_STEPS:
-            notes[steps] = held_open() | {"files": sum(path.is_file() for path in folder.rglob("*"))}
+            notes[steps] = held_open() | {"files": len(files_of(folder))}
             (folder.parent / f"notes_{rank}.json").write_text(json.dumps(notes))
         return train_step(*arguments)
 
