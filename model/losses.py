@@ -44,7 +44,11 @@ class LMHead(nn.Module):
         """
         if labels is None:
             return F.linear(hidden, self.weight)
-        total, sums, best = _CrossEntropyFunction.apply(hidden, self.weight, labels, parts, weights, predicts)
+        # Inside its forward a function cannot tell that gradients are off, and would make them in every evaluation.
+        differentiates = torch.is_grad_enabled() and (hidden.requires_grad or self.weight.requires_grad)
+        total, sums, best = _CrossEntropyFunction.apply(
+            hidden, self.weight, labels, parts, weights, predicts, differentiates
+        )
         return (total, sums, best) if predicts else (total, sums)
 
 
@@ -71,6 +75,7 @@ class _CrossEntropyFunction(torch.autograd.Function):
         parts: list[int],
         weights: list[float],
         predicts: bool,
+        differentiates: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         valid = labels != IGNORE_INDEX
@@ -79,7 +84,6 @@ class _CrossEntropyFunction(torch.autograd.Function):
         row_weights.mul_(valid)
         losses = hidden.new_empty(labels.shape, dtype=wide)
         best = torch.empty_like(labels) if predicts else None
-        differentiates = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         grad_hidden = torch.empty_like(hidden) if differentiates else None
         grad_weight = None
         block, chunk = rows_at_a_time(hidden.device, weight.shape[0])
@@ -116,7 +120,7 @@ class _CrossEntropyFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_total: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
         grad_hidden = (grad_hidden * grad_total).to(grad_hidden.dtype)
-        return grad_hidden, grad_weight.mul_(grad_total).to(ctx.weight_dtype), None, None, None, None
+        return grad_hidden, grad_weight.mul_(grad_total).to(ctx.weight_dtype), None, None, None, None, None
 
 
 def _losses_and_gradients(logits: Tensor, targets: Tensor, row_weights: Tensor, wide: torch.dtype) -> Tensor:
