@@ -58,24 +58,37 @@ def test_a_backward_operator_belongs_to_the_part_that_made_it():
     }
 
 
+class MatrixProducts:
+    """An event of a real trace whose time is 1 s for each matrix product: counts do not depend on a machine's load."""
+
+    def __init__(self, event):
+        self._event = event
+
+    def __getattr__(self, name):
+        return getattr(self._event, name)
+
+    @property
+    def self_cpu_time_total(self):
+        return 1e6 * (self._event.name in ("aten::mm", "aten::addmm"))
+
+
 def test_on_a_real_trace_forward_and_backward_are_found_and_nothing_is_counted_twice():
-    big, small = (torch.nn.Linear(512, 512) for _ in range(2))
-    hidden = torch.randn(2048, 512, requires_grad=True)
+    one, two, three = (torch.nn.Linear(8, 8) for _ in range(3))
+    hidden = torch.randn(4, 8, requires_grad=True)
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         with record_function(RANGE_PREFIX + "attention"):
-            out = big(hidden)
+            out = two(one(hidden))
         with record_function(RANGE_PREFIX + "experts"):
-            out = small(out[:64])
+            out = three(out[:2])
         out.sum().backward()
-    seconds = part_seconds(trace.events(), on_gpu=False)
-    # 32 times the rows; the backward pass of each has twice its forward's products
-    assert seconds["attention"] > 5 * seconds["experts"] > 0
-    total = sum(event.self_cpu_time_total for event in trace.events()) / 1e6
-    assert sum(seconds.values()) == pytest.approx(total)
-    forward = sum(e.cpu_time_total for e in trace.events() if e.name == RANGE_PREFIX + "attention") / 1e6
-    assert seconds["attention"] > 1.5 * forward, "its backward pass is missing"
+    events = list(trace.events())
+    counts = part_seconds(map(MatrixProducts, events), on_gpu=False)
+    # each layer has one product forward, and one each for the gradients of its input and its weight
+    assert {part: count for part, count in counts.items() if count} == {"attention": 6, "experts": 3}
+    total = sum(event.self_cpu_time_total for event in events) / 1e6
+    assert sum(part_seconds(events, on_gpu=False).values()) == pytest.approx(total)
     table = top_operators(trace.key_averages(), on_gpu=False)
-    assert "aten::addmm" in "".join(table[1:4]) or "aten::mm" in "".join(table[1:4])
+    assert any(line.startswith("aten::addmm ") for line in table)
     assert len(table) <= 11 and max(map(len, table)) <= 80
 
 
