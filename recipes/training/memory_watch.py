@@ -1,5 +1,6 @@
 """What memory a rank uses, and whether it grows: a leak is found long before it ends the run."""
 
+import resource
 from collections import deque
 from pathlib import Path
 
@@ -69,13 +70,14 @@ def host_memory() -> tuple[int, int]:
     """
     status = Path("/proc/self/status").read_text()
     kilobytes = {line.split(":")[0]: int(line.split()[1]) for line in status.splitlines() if line.endswith(" kB")}
-    return kilobytes["VmRSS"] * 1024, (kilobytes["RssAnon"] + kilobytes["RssShmem"]) * 1024
+    resident = kilobytes["VmRSS"]
+    own = kilobytes.get("RssAnon", resident)  # some sandboxes' kernels do not tell it apart
+    return resident * 1024, (own + kilobytes.get("RssShmem", 0)) * 1024
 
 
 def peak_host_memory() -> int:
     """The most that this process ever had resident [bytes]."""
-    status = Path("/proc/self/status").read_text()
-    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux reports KiB
 
 
 class MemoryReading:

@@ -40,7 +40,7 @@ def planted(plant: str, rank: int, folder: Path, train_step):
     steps = 0
     notes = {}
 
-    def step(*arguments):
+    def step(*arguments, **keywords):
         nonlocal steps
         steps += 1
         if plant == "leak" and rank == 1:
@@ -50,7 +50,7 @@ def planted(plant: str, rank: int, folder: Path, train_step):
         if plant == "none" and steps in NOTED_STEPS:
             notes[steps] = held_open() | {"files": len(files_of(folder))}
             (folder.parent / f"notes_{rank}.json").write_text(json.dumps(notes))
-        return train_step(*arguments)
+        return train_step(*arguments, **keywords)
 
     return step
 
