@@ -96,4 +96,4 @@ class MemoryReading:
             }
             self.watched["GPU memory"] = allocated
         else:
-            self.metrics["memory_bytes"] = peak_host_memory()
+            self.metrics["memory_bytes"] = max(peak_host_memory(), resident)  # the kernel adds up both late

@@ -67,7 +67,7 @@ def test_host_memory_grows_by_what_is_allocated_and_not_by_a_file_that_is_read(t
     # the interpreter may give or take a little of its own meanwhile
     assert more_own - own == pytest.approx(len(kept), abs=4 * MIB)
     assert more_resident - resident == pytest.approx(len(kept), abs=4 * MIB)
-    assert peak_host_memory() >= more_resident
+    assert peak_host_memory() >= more_resident - MIB  # the kernel adds up both late
     path = tmp_path / "corpus"
     path.write_bytes(kept)
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
