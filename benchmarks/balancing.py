@@ -80,20 +80,27 @@ RULES: dict[str, tuple[Callable[[Tensor, Tensor, float, int], None], float]] = {
 }
 
 
+# (learning rate, initializer_range): with the first the scores of all tokens run together, and no rule can part them;
+# with the second they stay apart, and what damps the swing shows.
+SKEWED_SETTINGS = {"collapsing": (2e-3, 0.02), "spread": (3e-4, 0.06)}
+
+
 def skewed_loads(
-    rule: Callable[[Tensor, Tensor, float, int], None], gamma: float, steps: int
+    rule: Callable[[Tensor, Tensor, float, int], None], gamma: float, steps: int, setting: str
 ) -> dict[str, list[float]]:
     """Train 8 experts, top-2 of 1 of 2 groups, on independent tokens of which ten ids make half."""
+    learning_rate, initializer_range = SKEWED_SETTINGS[setting]
     torch.set_num_threads(1)  # the shapes are too small to gain from more
     config = dataclasses.replace(
         load_model_config("tiny"),
         **{"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_nextn_predict_layers": 0},
         **{"intermediate_size": 128, "moe_intermediate_size": 64, "max_position_embeddings": 64},
+        **{"initializer_range": initializer_range},
     )
     assert isinstance(config, ModelConfig)
     model = DeepseekForCausalLM(config)
     model.init_weights(0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
     generator = torch.Generator().manual_seed(0)
     loads: dict[str, list[float]] = {}
     for step in range(steps):
@@ -105,9 +112,9 @@ def skewed_loads(
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
-            for name, router in iter_routers(model):
+            for _, router in iter_routers(model):
                 counts = router.tokens_per_expert
-                loads.setdefault(name, []).append(float(counts.max() / counts.float().mean()))
+                loads.setdefault(setting, []).append(float(counts.max() / counts.float().mean()))
                 if gamma:
                     rule(router.e_score_correction_bias, counts, gamma, step)
                 counts.zero_()
@@ -134,7 +141,7 @@ def draw(loads: dict[str, dict[str, list[float]]], title: str, path: Path) -> No
 def table(loads: dict[str, dict[str, list[float]]]) -> str:
     """Mean of max / mean load over the last steps, and the range that it swings in."""
     lines = [
-        f"| setting | layer | mean of the last {LAST_STEPS} steps | lowest to highest there |",
+        f"| rule | run | mean of the last {LAST_STEPS} steps | lowest to highest there |",
         "|---|---|---|---|",
     ]
     for setting, by_layer in loads.items():
@@ -157,7 +164,11 @@ def main() -> None:
                 f"gamma {gamma}": corpus_loads(gamma, arguments.steps, Path(folder)) for gamma in (0.0, 0.001, 0.01)
             }
     else:
-        loads = {name: skewed_loads(rule, gamma, arguments.steps) for name, (rule, gamma) in RULES.items()}
+        loads = {}
+        for name, (rule, gamma) in RULES.items():
+            loads[name] = {}
+            for setting in SKEWED_SETTINGS:
+                loads[name] |= skewed_loads(rule, gamma, arguments.steps, setting)
     draw(loads, f"Expert load, {arguments.which}", RESULTS / f"balancing_{arguments.which}.png")
     text = table(loads)
     (RESULTS / f"balancing_{arguments.which}.md").write_text(text + "\n")

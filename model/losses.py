@@ -29,19 +29,27 @@ class LMHead(nn.Module):
         labels: Tensor | None = None,
         parts: list[int] | None = None,
         weights: list[float] | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+        predicts: bool = False,
+    ) -> Tensor | tuple[Tensor, ...]:
         """Logits, or with labels the summed cross-entropy of several parts of the rows.
 
         Args:
             hidden: (..., H), with labels (R, H).
             labels: (R,) int64; IGNORE_INDEX rows count nothing.
             parts: P lengths that add up to R. weights: P factors of the parts in the total.
+            predicts: whether to look for each row's best token, too.
         Returns:
-            logits (..., V); or the weighted total (), differentiable, and the unweighted sums (P,) [nats], not so.
+            logits (..., V); or the weighted total (), differentiable, and the unweighted sums (P,) [nats], not so; with
+            `predicts` also the best tokens (R,) int64.
         """
         if labels is None:
             return F.linear(hidden, self.weight)
-        return _CrossEntropyFunction.apply(hidden, self.weight, labels, parts, weights)
+        # Inside its forward a function cannot tell that gradients are off, and would make them in every evaluation.
+        differentiates = torch.is_grad_enabled() and (hidden.requires_grad or self.weight.requires_grad)
+        total, sums, best = _CrossEntropyFunction.apply(
+            hidden, self.weight, labels, parts, weights, predicts, differentiates
+        )
+        return (total, sums, best) if predicts else (total, sums)
 
 
 def rows_at_a_time(device: torch.device, vocab_size: int) -> tuple[int, int]:
@@ -60,15 +68,22 @@ class _CrossEntropyFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, parts: list[int], weights: list[float]
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        parts: list[int],
+        weights: list[float],
+        predicts: bool,
+        differentiates: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         valid = labels != IGNORE_INDEX
         targets = labels.masked_fill(~valid, 0).unsqueeze(-1)  # (R, 1)
         row_weights = torch.cat([valid.new_full((n,), w, dtype=wide) for n, w in zip(parts, weights, strict=True)])
         row_weights.mul_(valid)
         losses = hidden.new_empty(labels.shape, dtype=wide)
-        differentiates = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        best = torch.empty_like(labels) if predicts else None
         grad_hidden = torch.empty_like(hidden) if differentiates else None
         grad_weight = None
         block, chunk = rows_at_a_time(hidden.device, weight.shape[0])
@@ -81,6 +96,8 @@ class _CrossEntropyFunction(torch.autograd.Function):
                 logits = torch.mm(
                     hidden[piece], weight.mT, out=grad_logits[start - rows.start : piece.stop - rows.start]
                 )
+                if best is not None:
+                    best[piece] = logits.argmax(-1)  # before the gradient takes the logits' place
                 losses[piece] = _losses_and_gradients(logits, targets[piece], row_weights[piece].unsqueeze(-1), wide)
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[rows])
@@ -93,17 +110,17 @@ class _CrossEntropyFunction(torch.autograd.Function):
         losses.mul_(valid)
         total_loss = (losses * row_weights).sum()
         sums = torch.stack([part.sum() for part in losses.split(parts)])
-        ctx.mark_non_differentiable(sums)
+        ctx.mark_non_differentiable(sums, *([] if best is None else [best]))
         ctx.weight_dtype = weight.dtype
         ctx.save_for_backward(grad_hidden, grad_weight)
-        return total_loss, sums
+        return total_loss, sums, best
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_total: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_total: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
         grad_hidden = (grad_hidden * grad_total).to(grad_hidden.dtype)
-        return grad_hidden, grad_weight.mul_(grad_total).to(ctx.weight_dtype), None, None, None
+        return grad_hidden, grad_weight.mul_(grad_total).to(ctx.weight_dtype), None, None, None, None, None
 
 
 def _losses_and_gradients(logits: Tensor, targets: Tensor, row_weights: Tensor, wide: torch.dtype) -> Tensor:

@@ -22,17 +22,20 @@ class Routing(NamedTuple):
 
 
 class RoutingStatistics(NamedTuple):
-    """Of one MoE layer and micro-batch: choices of each expert (E,) int64, and the balance loss (), alpha included."""
+    """Of one MoE layer and micro-batch: choices of each expert (E,) int64, the balance loss (), alpha included, and the
+    sum over the tokens of their routing entropy (), not differentiable [nats]."""
 
     tokens_per_expert: Tensor
     balance_loss: Tensor
+    entropy_sum: Tensor
 
 
 class TopkRouter(nn.Module):
     """Chooses K of E experts for each token; scores and choice in at least float32.
 
     `e_score_correction_bias` (E,) float32 enters the choice alone and is moved by `update_expert_bias`; it exists for
-    topk_method noaux_tc only. `tokens_per_expert` (E,) counts the choices of all micro-batches since it was zeroed.
+    topk_method noaux_tc only. `tokens_per_expert` (E,) counts the choices of all micro-batches since it was zeroed, and
+    `entropy_sum` () adds up their tokens' routing entropy; as a buffer DeepSpeed would round it to half precision.
     Source: DeepSeek-V3 (arXiv 2412.19437), eq. 13-16 and sec. 2.1.2; DeepSeek-V2 (arXiv 2405.04434), sec. 2.2.2.
     """
 
@@ -52,6 +55,7 @@ class TopkRouter(nn.Module):
         bias = torch.zeros(self.experts, dtype=torch.int64).to(torch.float32) if config.balances_by_bias else None
         self.register_buffer("e_score_correction_bias", bias)
         self.register_buffer("tokens_per_expert", torch.zeros(self.experts, dtype=torch.int64), persistent=False)
+        self.entropy_sum: Tensor | None = None
         self._last_routing: Routing | None = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "TopkRouter":
@@ -111,14 +115,28 @@ class TopkRouter(nn.Module):
         scores, indices = routing
         mask = None if valid_tokens is None else valid_tokens.reshape(-1, 1).expand_as(indices)
         counts = count_choices(indices, self.experts, mask)
+        entropy_sum = routing_entropy_sum(scores.detach(), valid_tokens)
         if self.balance_loss_alpha == 0:
-            return RoutingStatistics(counts, scores.new_zeros(()))
+            return RoutingStatistics(counts, scores.new_zeros(()), entropy_sum)
         if self.e_score_correction_bias is not None or self.groups > 1:
             indices = scores.detach().topk(self.top_k, dim=-1).indices  # eq. 18 ranks the scores without the bias
         loss = sequence_balance_loss(
             scores.unflatten(0, (batch_size, -1)), indices.unflatten(0, (batch_size, -1)), valid_tokens
         )
-        return RoutingStatistics(counts, self.balance_loss_alpha * loss)
+        return RoutingStatistics(counts, self.balance_loss_alpha * loss, entropy_sum)
+
+    def collect(self, statistics: RoutingStatistics) -> None:
+        """Add one micro-batch's to what has been counted since the counts were zeroed."""
+        self.tokens_per_expert.add_(statistics.tokens_per_expert)
+        entropy_sum = statistics.entropy_sum.detach()
+        self.entropy_sum = entropy_sum if self.entropy_sum is None else self.entropy_sum + entropy_sum
+
+    def take_counts(self) -> tuple[Tensor, Tensor]:
+        """The choices of each expert (E,) int64 and the entropy's sum () [nats] so far; counting starts anew."""
+        counts, entropy_sum = self.tokens_per_expert.clone(), self.entropy_sum
+        self.tokens_per_expert.zero_()
+        self.entropy_sum = None
+        return counts, torch.zeros((), device=counts.device) if entropy_sum is None else entropy_sum
 
 
 class DeepseekMoE(nn.Module):
@@ -172,6 +190,19 @@ def sequence_balance_loss(scores: Tensor, indices: Tensor, valid_tokens: Tensor 
     share = scores / scores.sum(-1, keepdim=True)  # s', eq. 19
     importance = (share * valid.unsqueeze(-1)).sum(1) / some  # P_i, eq. 20
     return (load * importance).sum() / (tokens > 0).sum().clamp(min=1)
+
+
+def routing_entropy_sum(scores: Tensor, valid_tokens: Tensor | None = None) -> Tensor:
+    """Sum over the tokens of the entropy of their affinities, scaled to sum to 1; ln E a token is no preference at all.
+
+    Args:
+        scores: (T, E), at least 0. valid_tokens: (B, S) bool, False for padding, which counts nothing.
+    Returns:
+        () [nats].
+    """
+    shares = scores / scores.sum(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
+    entropy = torch.special.entr(shares).sum(-1)
+    return entropy.sum() if valid_tokens is None else (entropy * valid_tokens.flatten()).sum()
 
 
 def update_expert_bias(bias: Tensor, tokens_per_expert: Tensor, speed: float) -> None:

@@ -91,6 +91,9 @@ class DeepseekForCausalLM(nn.Module):
             CE_k / denominator + balance loss; detached cross_entropy_sum (), sequence_cross_entropy_sum (B,) and
             mtp_cross_entropy_sum (D,) [nats],
             label_count () and mtp_label_count (D,), balance_loss () with alpha, mean over sequences, sum over layers.
+            In evaluation mode with MTP also mtp_accepted_count (): for how many of its mtp_label_count[0] predictions
+            the first depth's best token is the one that the main model, a position later, finds best, too. So often
+            speculative decoding at temperature 0 would accept its draft (V3 sec. 5.4.3).
         Raises:
             ValueError: a cache together with labels or document_ids, or a sequence too short for the MTP depth.
         Source: DeepSeek-V3 (arXiv 2412.19437), eq. 17, 24 and 25.
@@ -150,7 +153,7 @@ class DeepseekForCausalLM(nn.Module):
                 continue
             assert isinstance(layer, DecoderLayer) and layer.router is not None
             if self.training:
-                layer.router.tokens_per_expert.add_(layer_statistics.tokens_per_expert)
+                layer.router.collect(layer_statistics)
             balance_loss = balance_loss + layer_statistics.balance_loss
         return balance_loss
 
@@ -163,7 +166,15 @@ class DeepseekForCausalLM(nn.Module):
         weights = [1.0] * batch + [self.mtp_loss_weight / depths for _ in range(depths)]
         parts = [length] * batch + [part.numel() for part in targets[1:]]
         flat_rows = torch.cat([part.flatten(0, 1) for part in rows])  # (B, S, H) each -> (R, H)
-        total, sums = self.lm_head(flat_rows, torch.cat([part.flatten() for part in targets]), parts, weights)
+        flat_targets = torch.cat([part.flatten() for part in targets])
+        more = {}
+        if depths and not self.training:  # training does without: the search costs another pass over the logits
+            total, sums, best = self.lm_head(flat_rows, flat_targets, parts, weights, predicts=True)
+            main = best[: batch * length].view(batch, length)
+            draft = best[batch * length :][: batch * (length - 1)].view(batch, length - 1)
+            more["mtp_accepted_count"] = ((draft == main[:, 1:]) & (targets[1] != IGNORE_INDEX)).sum()
+        else:
+            total, sums = self.lm_head(flat_rows, flat_targets, parts, weights)
         counts = torch.stack([(part != IGNORE_INDEX).sum() for part in targets])
         denominator = counts[0].clamp(min=1) if loss_denominator is None else loss_denominator
         return {
@@ -174,6 +185,7 @@ class DeepseekForCausalLM(nn.Module):
             "label_count": counts[0],
             "mtp_label_count": counts[1:],
             "balance_loss": balance_loss.detach(),
+            **more,
         }
 
     def set_gradient_checkpointing(

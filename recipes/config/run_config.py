@@ -120,6 +120,28 @@ class PretrainConfig:
         },
     )
     eval_steps: int = field(default=0, metadata={"help": "steps between evaluations; 0: only at the end"})
+    profile: str | None = field(
+        default=None,
+        metadata={
+            "help": "profile these steps, FIRST:LAST (10:13) or a number of them: a trace and a verdict into the run's "
+            "folder's profile/"
+        },
+    )
+    log_level: str = field(
+        default="info",
+        metadata={
+            "help": "least level of the log, on rank 0's console and in every rank's file under logs/; debug: a line "
+            "for each step, too",
+            "choices": ["debug", "info", "warning", "error"],
+        },
+    )
+    empty_cache_steps: int = field(
+        default=0, metadata={"help": "GPU: steps between emptyings of torch's memory cache; 0: never"}
+    )
+    memory_snapshot: bool = field(
+        default=False,
+        metadata={"help": "GPU: write torch's memory snapshot of the run's end, or of the moment memory ran out"},
+    )
     resume: str = field(
         default="auto", metadata={"help": "auto: the newest checkpoint that verifies; never; or a checkpoint's folder"}
     )
@@ -265,7 +287,7 @@ def _check(config: PretrainConfig) -> None:
         value = getattr(config, name)
         if value is not None and value < 1:
             faults.append(f"--{name} {value}: must be at least 1")
-    for name in ("num_workers", "save_total_limit", "eval_steps", "seed", "spike_window"):
+    for name in ("num_workers", "save_total_limit", "eval_steps", "seed", "spike_window", "empty_cache_steps"):
         if (getattr(config, name) or 0) < 0:
             faults.append(f"--{name} {getattr(config, name)}: must be at least 0")
     if not config.spike_deviations > 0:

@@ -16,6 +16,7 @@ class Evaluation:
     loss: float  # nats per token
     bits_per_byte: float  # of the held-out texts' UTF-8 bytes
     tokens: int
+    mtp_acceptance: float | None  # of the first MTP depth's drafts, in speculative decoding; None without MTP
 
 
 @torch.no_grad()
@@ -25,12 +26,19 @@ def evaluate(engine: Any, batches: Iterable[dict[str, Tensor]], text_bytes: int)
     Args:
         text_bytes: UTF-8 bytes of the held-out texts, all ranks' together.
     """
-    totals = torch.zeros(2, device=engine.device, dtype=torch.float64)  # nats, tokens
+    totals = torch.zeros(4, device=engine.device, dtype=torch.float64)  # nats, tokens, MTP drafts accepted, drafts
     engine.eval()
     for batch in batches:
         output = engine(**{name: tensor.to(engine.device) for name, tensor in batch.items()})
-        totals += torch.stack([output["cross_entropy_sum"].double(), output["label_count"].double()])
+        totals[:2] += torch.stack([output["cross_entropy_sum"].double(), output["label_count"].double()])
+        if "mtp_accepted_count" in output:
+            totals[2:] += torch.stack([output["mtp_accepted_count"], output["mtp_label_count"][0]])
     engine.train()
     torch.distributed.all_reduce(totals)
-    nats, tokens = totals.tolist()
-    return Evaluation(loss=nats / tokens, bits_per_byte=nats / math.log(2) / text_bytes, tokens=int(tokens))
+    nats, tokens, accepted, drafts = totals.tolist()
+    return Evaluation(
+        loss=nats / tokens,
+        bits_per_byte=nats / math.log(2) / text_bytes,
+        tokens=int(tokens),
+        mtp_acceptance=accepted / drafts if drafts else None,
+    )

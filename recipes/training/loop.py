@@ -6,7 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,13 @@ from recipes.data.corpus import PreparedCorpus
 from recipes.data.loader import StepBatch, TrainingData, heldout_batches, step_batches
 from recipes.training.checkpoint import CheckpointWriter
 from recipes.training.checkpoint_files import TrainingState, checkpoints_folder
+from recipes.training.device_peak import device_peak_flops
 from recipes.training.evaluation import Evaluation, evaluate
+from recipes.training.instruments import Instruments
 from recipes.training.loss_scale import UpdateControl
-from recipes.training.metrics import MetricsWriter, device_peak_flops, step_metrics
+from recipes.training.metrics import MetricsWriter, step_metrics
 from recipes.training.plan_run import RunPlan
+from recipes.training.run_log import logger
 from recipes.training.spikes import SpikeWatch, next_sample
 from recipes.training.stability import FiniteWatch
 from recipes.training.step import StepResult, train_step
@@ -56,21 +59,29 @@ class TrainingRun:
         if self.plan.config.save_on_exit_signal:
             self.signals.install()
         evaluation = None
-        with self._progress_bar() as bar, contextlib.closing(writer) if writer else contextlib.nullcontext():
+        with (
+            self._progress_bar() as bar,
+            contextlib.closing(writer) if writer else contextlib.nullcontext(),
+            Instruments(self.plan, self.engine, self.state.step) as instruments,
+        ):
             batches = self._batches()
             while self.state.step < self.plan.resolved.max_steps:
+                instruments.begin_step(self.state.step + 1)
                 begin = time.perf_counter()  # a step's time is the step's alone, without evaluation and saving
                 if self._passes_over():
                     batches = self._batches()
-                batch = next(batches)
-                data_wait = time.perf_counter() - begin
+                batch = instruments.fetch(batches)
                 result = self._take_step(batch)
                 if self._rewinds(writer):
                     batches, bar.n = self._batches(), self.state.step
                     continue
-                line = self._measure(batch, result, time.perf_counter() - begin, data_wait)
+                seconds = time.perf_counter() - begin
+                ranks_line, growths = instruments.end_step(self.state.step, seconds)
+                line = self._measure(batch, result, seconds) | ranks_line
                 if writer:
                     writer.write(line)
+                    for growth in growths:
+                        writer.write_event("memory_growth", self.state.step, **asdict(growth))
                 _show(bar, line)
                 self._end_if_hopeless(batch, result)
                 evaluated = self._due(self.plan.config.eval_steps)
@@ -154,7 +165,7 @@ class TrainingRun:
         state.samples = next_sample(before, self.plan.resolved.batch_plan.batch_at(state.step), state.passed_over)
         return state.samples != before
 
-    def _measure(self, batch: StepBatch, result: StepResult, seconds: float, data_wait: float) -> dict[str, Any]:
+    def _measure(self, batch: StepBatch, result: StepResult, seconds: float) -> dict[str, Any]:
         """The step's line of metrics.jsonl."""
         line = step_metrics(
             result,
@@ -164,7 +175,7 @@ class TrainingRun:
             skipped_steps=self.state.skipped_steps,
             epoch=batch.epoch,
             seconds=seconds,
-            data_wait_seconds=data_wait,
+            batch_tokens=self.plan.resolved.batch_plan.batch_at(self.state.step - 1) * self.plan.seq_length,
             flops_per_token=self._flops_per_token,
             peak_flops=self._peak_flops,
         )
@@ -251,7 +262,10 @@ class TrainingRun:
                     "eval_loss": evaluation.loss,
                     "eval_bits_per_byte": evaluation.bits_per_byte,
                 }
+                | ({} if evaluation.mtp_acceptance is None else {"eval_mtp_acceptance": evaluation.mtp_acceptance})
             )
+        if evaluation:
+            logger.info("step %d: held-out loss %.4f nats per token", self.state.step, evaluation.loss)
         return evaluation
 
     def _save(self, evaluation: Evaluation | None, metrics: MetricsWriter | None) -> None:
@@ -263,6 +277,7 @@ class TrainingRun:
         stall = self.writer.save(state, best)
         if metrics:
             metrics.write_event("save", state.step, stall_seconds=round(stall, 4))
+        logger.info("step %d: checkpoint; training stood still for %.3f s", state.step, stall)
 
     def _progress_bar(self) -> tqdm:
         return tqdm(

@@ -1,57 +1,13 @@
 """What a run writes down: metrics.jsonl, and DeepSpeed's monitors (TensorBoard, W&B, CSV) as the ds_config asks."""
 
-import functools
 import json
 import math
-import resource
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from recipes.training.step import StepResult, expert_load_violation
-
-# Dense tensor-core peaks without sparsity [FLOP/s in bf16 or fp16], from NVIDIA's data sheets of each product.
-GPU_PEAK_FLOPS = {
-    "V100": 125e12,
-    "A100": 312e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "B200": 2250e12,
-}
-
-
-@functools.cache
-def device_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Peak of one device [FLOP/s]: a known GPU's data sheet in half precision, else a measured matrix product."""
-    if device.type == "cuda" and dtype != torch.float32:
-        name = torch.cuda.get_device_name(device)
-        for product, peak in GPU_PEAK_FLOPS.items():
-            if product in name:
-                return peak
-    return measured_matmul_flops(device, dtype)
-
-
-def measured_matmul_flops(device: torch.device, dtype: torch.dtype, size: int = 2048, repeats: int = 4) -> float:
-    """Best rate of a size-cubed matrix product [FLOP/s]."""
-    generator = torch.Generator(device).manual_seed(0)  # the run's own random state stays as it is
-    a = torch.randn(size, size, device=device, generator=generator).to(dtype)
-    best = math.inf
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        a @ a
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - begin)
-    return 2 * size**3 / best
-
-
-def memory_bytes(device: torch.device) -> int:
-    """Peak memory of this rank: allocated on the GPU, or resident on the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux reports KiB
+from recipes.training.expert_metrics import expert_metrics
+from recipes.training.step import StepResult
 
 
 def step_metrics(
@@ -63,14 +19,14 @@ def step_metrics(
     skipped_steps: int,
     epoch: int,
     seconds: float,
-    data_wait_seconds: float,
+    batch_tokens: int,
     flops_per_token: float,
     peak_flops: float,
 ) -> dict[str, Any]:
-    """One line of metrics.jsonl.
+    """One line of metrics.jsonl, but for what the ranks measure each on their own.
 
     Args:
-        data_wait_seconds: of `seconds`, what this rank waited for its batch.
+        batch_tokens: of the global batch, padding and everything else that has no loss included.
         flops_per_token: forward and backward of one token [FLOP].
         peak_flops: of one device [FLOP/s].
     """
@@ -86,12 +42,10 @@ def step_metrics(
         "loss_scale": float(getattr(engine.optimizer, "cur_scale", 1.0)),
         "skipped_steps": skipped_steps,
         "step_seconds": seconds,
-        "data_wait_seconds": data_wait_seconds,
         "tokens_per_second": tokens_per_second,
+        "tokens_per_second_with_padding": batch_tokens / seconds,
         "mfu": tokens_per_second * flops_per_token / (peak_flops * engine.dp_world_size),
-        "memory_bytes": memory_bytes(engine.device),
-        "expert_load_violation": expert_load_violation(result.expert_load),
-        "expert_load": {layer: [round(share, 5) for share in shares] for layer, shares in result.expert_load.items()},
+        **expert_metrics(result.expert_load, result.router_entropy),
         "epoch": epoch,
         **({"grad_norms": result.grad_norms} if result.grad_norms else {}),
     }
@@ -140,10 +94,17 @@ class MetricsWriter:
         self._file.write(json.dumps(finite) + "\n")
         self._file.flush()
         if self._monitor is not None and self._monitor.enabled:
-            self._monitor.write_events(
-                [(f"train/{k}", v, line["step"]) for k, v in finite.items() if isinstance(v, int | float)]
-            )
+            self._monitor.write_events([(f"train/{name}", value, line["step"]) for name, value in _numbers(finite)])
 
     def close(self) -> None:
         """Flush to disk."""
         self._file.close()
+
+
+def _numbers(line: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """A line's numbers; one for each layer or source in a dictionary of them, as `name/layer`."""
+    for name, value in line.items():
+        if isinstance(value, int | float):
+            yield name, value
+        elif isinstance(value, dict):
+            yield from ((f"{name}/{key}", inner) for key, inner in value.items() if isinstance(inner, int | float))

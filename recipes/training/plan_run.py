@@ -21,6 +21,7 @@ from recipes.config.ds_config import (
     resolve_ds_config,
 )
 from recipes.config.errors import UserError
+from recipes.config.instrument_flags import check_instruments
 from recipes.config.run_config import PretrainConfig, run_folder
 from recipes.data.loader import default_num_workers
 from recipes.training.checkpoint_files import CheckpointError, TrainingState, read_state
@@ -177,6 +178,8 @@ def plan_run(config: PretrainConfig, launch: Launch) -> RunPlan:
             check_convertible(newest, read_state(newest), plan.layout, resolved.config)
         except CheckpointError as error:
             raise UserError(str(error)) from None
+    state = plan.saved_state()
+    check_instruments(config, device, state.step if state else 0, resolved.max_steps)
     return plan
 
 

@@ -27,6 +27,7 @@ from recipes.training.loop import TrainingRun
 from recipes.training.plan_run import RunPlan
 from recipes.training.report import write_report
 from recipes.training.resume import layout_changes, newest_verified, prepare_run_folder
+from recipes.training.run_log import PRINTED, faults_logged, logger, start_run_log
 from recipes.training.run_settings import changed_settings, settings_of
 from recipes.training.sample import sample_text
 from recipes.training.stop_signals import EXIT_STOPPED
@@ -44,11 +45,15 @@ def pretrain(plan: RunPlan) -> int:
     """
     begin = time.perf_counter()
     run = open_run(plan)
-    evaluation = run.train()
+    with faults_logged():
+        evaluation = run.train()
     if run.stopped_by:
+        logger.warning("%s: saved at step %d", run.stopped_by, run.state.step, extra=PRINTED)
         if plan.launch.is_main:
-            print(f"{run.stopped_by}: saved at step {run.state.step}; to go on: {resume_command(plan)}", flush=True)
+            go_on = resume_command(plan, profile=None)  # the steps to profile may be past
+            print(f"{run.stopped_by}: saved at step {run.state.step}; to go on: {go_on}", flush=True)
         return EXIT_STOPPED
+    logger.info("finished %d steps", run.state.step, extra=PRINTED)
     sample = sample_text(run.engine, run.tokenizer_folder)
     if plan.launch.is_main:
         _conclude(plan, evaluation, sample, time.perf_counter() - begin)
@@ -71,6 +76,7 @@ def open_run(plan: RunPlan) -> TrainingRun:
         prepare_run_folder(plan.folder, plan.config.resume)
         write_run_files(plan)
     torch.distributed.barrier()
+    start_run_log(plan.folder, plan.launch.rank, plan.config.log_level)
     seed_everything(plan.config.seed + plan.launch.rank)
     model = build_model(plan.model, plan.resolved.config)
     _fill(model, plan, fresh=newest is None)
@@ -109,6 +115,7 @@ def _resume(engine: Any, plan: RunPlan, checkpoint: Path, settings: dict[str, An
             print(f"  the loss scale begins anew: the checkpoint is {state.dtype}, this run {plan.dtype}", flush=True)
         for line in changed_settings(state.settings, settings):
             print(f"  changed, this run's takes effect: {line}", flush=True)
+    logger.info("resumed at step %d from %s", state.step, checkpoint, extra=PRINTED)
     return state
 
 

@@ -30,6 +30,7 @@ class StepResult:
     loss_denominator: float  # of each micro-batch's loss [tokens]
     source_losses: list[float]  # main cross-entropy by source [nats per token]; nan where the step had none of it
     expert_load: dict[str, list[float]]  # router -> share of its tokens by expert
+    router_entropy: dict[str, float]  # router -> mean entropy of its tokens' affinities [nats]
     votes: list[float]  # what the ranks had to say beside training, each summed over them
     grad_norms: dict[str, float] = field(default_factory=dict)  # before clipping, by kind of parameter, on request
 
@@ -96,6 +97,7 @@ def train_step(
     control.step(leave_out=unwanted or not finite)
     applied = bool(engine.was_step_applied())
     grad_norm = engine.get_global_grad_norm() if norm is None else norm
+    expert_load, router_entropy = balance_experts(engine.module, bias_update_speed if applied else 0.0)
     return StepResult(
         loss=loss,
         mtp_loss=mtp_loss / max(mtp_label_tokens, 1),
@@ -108,7 +110,8 @@ def train_step(
         loss_scale=loss_scale,
         loss_denominator=denominator,
         source_losses=(by_source[0] / by_source[1]).tolist(),
-        expert_load=balance_experts(engine.module, bias_update_speed if applied else 0.0),
+        expert_load=expert_load,
+        router_entropy=router_entropy,
         votes=voted,
         grad_norms=norms,
     )
@@ -127,29 +130,29 @@ def _unpartitioned_grad_norm(engine: Any) -> float | None:
 
 
 @torch.no_grad()
-def balance_experts(model: torch.nn.Module, speed: float) -> dict[str, list[float]]:
+def balance_experts(model: torch.nn.Module, speed: float) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Move every router's bias once, from the counts of the whole global batch, and start counting anew.
 
     Args:
         speed: gamma [bias units per optimizer step]; 0 leaves the bias alone (a skipped step).
     Returns:
-        The share of tokens by expert for each router, summing to 1.
+        For each router the share of tokens by expert, summing to 1, and its tokens' mean entropy of affinities [nats].
     Source: DeepSeek-V3 (arXiv 2412.19437), section 2.1.2.
     """
     routers = dict(iter_routers(model))
     if not routers:
-        return {}
-    # One message for all layers: (L, E); every rank gets the same sums and so the same bias.
-    counts_LE = torch.stack([router.tokens_per_expert for router in routers.values()])
-    _all_reduce(counts_LE)
+        return {}, {}
+    # One message for all layers, (L, E + 1): counts, exact in float64, and the entropy's sum. Every rank gets the same
+    # sums and so the same bias.
+    taken = [router.take_counts() for router in routers.values()]
+    message = torch.stack([torch.cat([counts.double(), entropy.double().view(1)]) for counts, entropy in taken])
+    _all_reduce(message)
+    counts_LE, entropy_L = message[:, :-1].to(torch.int64), message[:, -1]
     for router, counts in zip(routers.values(), counts_LE, strict=True):
         if speed and router.e_score_correction_bias is not None:  # V2's kind of router has no bias
             update_expert_bias(router.e_score_correction_bias, counts, speed)
-        router.tokens_per_expert.zero_()
-    shares_LE = counts_LE.double() / counts_LE.sum(dim=1, keepdim=True).clamp(min=1)
-    return dict(zip(routers, shares_LE.tolist(), strict=True))
-
-
-def expert_load_violation(expert_load: dict[str, list[float]]) -> float:
-    """Largest over layers of max load / mean load - 1; 0 is perfect balance."""
-    return max((max(shares) * len(shares) - 1 for shares in expert_load.values()), default=0.0)
+    choices_L1 = counts_LE.sum(dim=1, keepdim=True).clamp(min=1)
+    shares_LE = counts_LE.double() / choices_L1
+    top_k_L = torch.tensor([router.top_k for router in routers.values()], device=message.device)
+    mean_entropy_L = entropy_L * top_k_L / choices_L1.squeeze(1)
+    return dict(zip(routers, shares_LE.tolist(), strict=True)), dict(zip(routers, mean_entropy_L.tolist(), strict=True))

@@ -97,10 +97,10 @@ def _commit() -> str | None:
 
 
 def resume_command(plan: RunPlan, **changed: Any) -> str:
-    """The command that goes on with this run: its own, with some flags changed."""
+    """The command that goes on with this run: its own, with some flags changed, or left out where they are None."""
     words = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]
     for flag, value in changed.items():
-        words = _without(words, f"--{flag}") + [f"--{flag}", str(value)]
+        words = _without(words, f"--{flag}") + ([] if value is None else [f"--{flag}", str(value)])
     launcher = Path(sys.executable).parent / "deepspeed"
     world = ["--num_gpus", str(plan.launch.world_size)] if plan.launch.world_size > 1 else []
     script = Path(sys.argv[0]).resolve()
@@ -137,5 +137,5 @@ def result_lines(plan: RunPlan, evaluation: Evaluation | None, sample: str | Non
         f"metrics        {plan.folder / 'metrics.jsonl'}",
         f"tensorboard    {plan.folder / 'tensorboard'}",
         f"report         {plan.folder / 'report.html'}",
-        f"to go on       {resume_command(plan, max_steps=plan.resolved.max_steps * 2)}",
+        f"to go on       {resume_command(plan, max_steps=plan.resolved.max_steps * 2, profile=None)}",
     ]

@@ -124,6 +124,9 @@ def mistake(capsys, words):
         (["--max_steps", "0"], "--max_steps 0: must be at least 1"),
         (["--train_tokens", "100"], "--max_steps and --train_tokens"),
         (["stray"], "stray"),
+        (["--profile", "1:3"], "--profile 1:3: steps 1 to 3, but this run takes steps 1 to 2"),
+        (["--log_level", "loud"], "--log_level"),
+        (["--empty_cache_steps", "-1"], "--empty_cache_steps -1: must be at least 0"),
     ],
 )
 def test_mistakes_are_answered_in_one_line_and_nothing_is_written(capsys, flags, tmp_path, changed, expected):

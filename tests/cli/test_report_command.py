@@ -35,11 +35,16 @@ def run_folder(tmp_path_factory):
                 "step": step, "tokens": 2048 * step, "loss": loss, "mtp_loss": loss + 0.5, "balance_loss": 1e-4,
                 "learning_rate": 3e-4, "grad_norm": 1.0, "loss_scale": 65536.0 if step < 30 else 32768.0,
                 "skipped_steps": int(step >= 30), "step_seconds": 0.5, "tokens_per_second": 4096.0, "mfu": 0.3,
-                "memory_bytes": 2**30, "expert_load_violation": 1 / step, "epoch": 0,
+                "memory_bytes": 2**30, "host_rss_bytes": 2**29, "expert_load_violation": 1 / step, "epoch": 0,
+                "router_entropy": 0.99, "dead_experts": 100 // step, "data_wait_seconds": 0.001,
+                "communication_seconds": 0.1, "slowest_rank": 1, "slowest_rank_ratio": 1.1,
+                "dead_experts_by_layer": {f"model.layers.{layer}.mlp.gate": 50 // step for layer in (1, 2)},
                 "expert_load": {f"model.layers.{layer}.mlp.gate": [0.4, 0.3, 0.2, 0.1] for layer in (1, 2)},
             }  # fmt: skip
             file.write(json.dumps(line) + "\n")
         file.write(json.dumps({"event": "spike", "step": 90, "loss": 5.0}) + "\n")
+        growth = {"memory": "host memory", "rank": 1, "bytes_per_1000_steps": 2**29}
+        file.write(json.dumps({"event": "memory_growth", "step": 110, **growth}) + "\n")
     return folder
 
 
@@ -120,7 +125,7 @@ def test_in_a_browser_it_fits_a_desk_and_a_phone_and_hovering_shows_values(run_f
     for view, width, plot_width in zip(found, (1280, 390), (400, 250), strict=True):
         assert view["view"] == width
         assert view["wide"] <= width  # nothing makes the page scroll sideways
-        assert len(view["plots"]) == 11 and min(view["plots"]) > plot_width
+        assert len(view["plots"]) == 16 and min(view["plots"]) > plot_width
         assert view["outside"] == 0
         assert view["smallest"] >= 12
         assert view["tip"].startswith("step 90 each logged step 5.0667")  # 2 + 6 exp(-4.5) + 3

@@ -199,3 +199,38 @@ def test_memory_of_the_loss(dtype):
     above = int(done.stdout)
     print(f"{dtype}: {above / 1e6:.0f} MB above the weights")
     assert above < 1.5e9
+
+
+@pytest.mark.parametrize("with_documents", [False, True])
+def test_accepted_drafts_are_those_of_speculative_decoding(with_documents):
+    """Prefix by prefix, as a decoder would go: the first depth drafts the token after the next one, and the main model,
+    given the next one, finds the same token best. Only drafts with a target count."""
+    values = V3 | {"num_hidden_layers": 2, "num_nextn_predict_layers": 2}
+    model = build_model(values, torch.float64)
+    with torch.no_grad():  # random weights never agree; a depth that only passes on what it joins sometimes does
+        model.model.layers[2].eh_proj.weight[:, values["hidden_size"] :] += torch.eye(values["hidden_size"])
+    ids, labels = random_ids(6, LENGTH), random_ids(6, LENGTH, seed=2)
+    labels[0, 2] = IGNORE_INDEX
+    documents = [[0] * 3 + [1] * (LENGTH - 3)] * 6 if with_documents else [None] * 6
+    p = dict(model.state_dict())
+    accepted = drafts = 0
+    for row, row_labels, row_documents in zip(ids.tolist(), labels.tolist(), documents, strict=True):
+        for t in range(LENGTH - 1):
+            last = min(t + 2, LENGTH - 1)
+            if row_labels[t + 1] == IGNORE_INDEX or (row_documents and row_documents[t] != row_documents[last]):
+                continue
+            prefix, prefix_documents = row[: t + 2], row_documents and row_documents[: t + 2]
+            hidden = naive.final_hidden(values, p, prefix, documents=prefix_documents)
+            deeper = naive.next_depth(values, p, 1, hidden, prefix, documents=prefix_documents)
+            draft = (naive.head(p) @ deeper[t]).argmax()
+            verified = (naive.head(p) @ hidden[t + 1]).argmax()
+            accepted += int(draft == verified)
+            drafts += 1
+    model.eval()
+    more = {"document_ids": torch.tensor(documents)} if with_documents else {}
+    with torch.no_grad():
+        output = model(ids, labels, **more)
+    assert 0 < accepted < drafts, "nothing was told apart"
+    assert (output["mtp_accepted_count"], output["mtp_label_count"][0]) == (accepted, drafts)
+    model.train()
+    assert "mtp_accepted_count" not in model(ids, labels, **more)

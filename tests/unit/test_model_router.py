@@ -1,12 +1,13 @@
 """The balancing bias: its update, its dtype under casts, and counts that are added exactly once."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
 
 from model.config import load_model_config
-from model.moe import count_choices, iter_routers, update_expert_bias
+from model.moe import count_choices, iter_routers, routing_entropy_sum, update_expert_bias
 from model.transformer import DeepseekForCausalLM
 
 
@@ -96,6 +97,40 @@ def test_recomputed_activations_are_not_counted_again(model, policy):
     model.set_gradient_checkpointing(policy)
     model(ids, ids)["loss"].backward()
     assert all(torch.equal(r.tokens_per_expert, e) for (_, r), e in zip(iter_routers(model), expected, strict=True))
+
+
+def test_routing_entropy_by_hand():
+    scores = torch.tensor([[0.5, 0.5, 0.5, 0.5], [1.0, 0.0, 0.0, 0.0], [0.3, 0.3, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
+    # ln 4; a certain choice; ln 2; and scores that have all vanished
+    assert routing_entropy_sum(scores).item() == pytest.approx(math.log(4) + math.log(2))
+    valid = torch.tensor([[True, True], [False, True]])
+    assert routing_entropy_sum(scores, valid).item() == pytest.approx(math.log(4))
+
+
+@pytest.mark.parametrize("policy", ["none", "full", "selective"])
+def test_entropy_is_that_of_the_scores_whatever_is_recomputed(model, policy):
+    """Against torch's own Categorical on the scores that each router gave; float32 sums of 64 terms."""
+    expected = {}
+
+    def listen(name):
+        def hook(router, inputs, _):
+            logits = torch.nn.functional.linear(inputs[0], router.weight)
+            entropy = torch.distributions.Categorical(probs=logits.sigmoid()).entropy().sum()
+            expected.setdefault(name, []).append(entropy.item())  # the recomputation comes later
+
+        return hook
+
+    handles = [router.register_forward_hook(listen(name)) for name, router in iter_routers(model)]
+    model.set_gradient_checkpointing(policy)
+    ids = batch()
+    model(ids, ids)["loss"].backward()
+    for handle in handles:
+        handle.remove()
+    for name, router in iter_routers(model):
+        counts, entropy_sum = router.take_counts()
+        assert entropy_sum.item() == pytest.approx(expected[name][0], rel=1e-5)
+        assert not entropy_sum.requires_grad
+        assert counts.sum() > 0 == router.tokens_per_expert.sum() and router.take_counts()[1] == 0
 
 
 def test_padding_is_not_counted(model):

@@ -1,9 +1,10 @@
-"""Which charts a report has, what each one shows, and how it should look."""
+"""The charts of a report, from the columns of its runs."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
+from recipes.training.report.chart_kinds import CHART_KINDS, NOT_CHARTED, ChartKind
 from recipes.training.report.line_chart import Chart, Mark, Series, running_median, thin_out
 from recipes.training.report.number_text import byte_unit, short_number
 from recipes.training.report.run_folder import RunRecord
@@ -13,125 +14,6 @@ MEDIAN_FROM_POINTS = 60  # shorter curves are drawn as they are
 POINTS_OF_PAGE = 900  # points of one curve, shared among the runs that lie in one chart
 MAX_OTHER_CHARTS = 30
 COLOURS, DASHES = 6, 4  # in the style sheet; a pair of both is a run's own up to twelve runs
-
-
-@dataclass(frozen=True)
-class ChartKind:
-    """A chart of the metric `key`; `median` adds a running median, `factor` turns the value into `unit`."""
-
-    key: str
-    title: str
-    unit: str
-    explanation: str
-    median: bool = False
-    clip: bool = False
-    scale: str = "auto"
-    factor: float = 1.0
-
-
-CHART_KINDS = (
-    ChartKind(
-        "loss",
-        "Loss",
-        "nats per token",
-        "Should fall steeply at first, then ever more slowly, the evaluation close to the training. "
-        "Evaluation that rises while training still falls is overfitting.",
-        median=True,
-        clip=True,
-    ),
-    ChartKind(
-        "eval_loss",
-        "Evaluation loss",
-        "nats per token",
-        "On text that is held out from training. Should fall with the training loss; the lower curve learns better.",
-    ),
-    ChartKind(
-        "eval_bits_per_byte",
-        "Evaluation, bits per byte",
-        "bits per byte of text",
-        "The evaluation loss counted per byte, so that runs with different tokenizers compare. Should fall.",
-    ),
-    ChartKind(
-        "mtp_loss",
-        "Multi-token prediction loss",
-        "nats per token",
-        "The loss on tokens further ahead. Should fall like the main loss and stay somewhat above it.",
-        median=True,
-        clip=True,
-    ),
-    ChartKind(
-        "balance_loss",
-        "Balance loss",
-        "part of the loss",
-        "The penalty for using the experts unevenly. Should be tiny beside the loss, and level or falling slightly.",
-        median=True,
-        clip=True,
-    ),
-    ChartKind(
-        "learning_rate",
-        "Learning rate",
-        "per step",
-        "Should follow the schedule: a ramp up, then level or a smooth decay, without a jump at a resume.",
-        scale="linear",
-    ),
-    ChartKind(
-        "grad_norm",
-        "Gradient norm",
-        "before clipping",
-        "Should settle after the warm-up. A steady rise, or peaks that grow, come before a run that diverges.",
-        median=True,
-        clip=True,
-    ),
-    ChartKind(
-        "loss_scale",
-        "Loss scale",
-        "factor",
-        "In fp16 it doubles while all is well and halves at an overflow, whose step is skipped: a few are normal, a "
-        "scale that only falls is not. bf16 and fp32 stay at 1.",
-        scale="log2",
-    ),
-    ChartKind(
-        "tokens_per_second",
-        "Throughput",
-        "tokens per second",
-        "Should be level. Single dips are checkpoints or waiting for data; a slow decline is a leak or a hot device.",
-        median=True,
-        clip=True,
-    ),
-    ChartKind(
-        "step_seconds",
-        "Step time",
-        "seconds",
-        "Should be level after the first steps. Peaks are slow storage, evaluation, or one rank that lags.",
-        median=True,
-        clip=True,
-    ),
-    ChartKind(
-        "mfu",
-        "Model FLOPs utilization",
-        "% of the device's peak",
-        "Share of the device's peak arithmetic that the model itself uses. Should be level; higher is better.",
-        median=True,
-        clip=True,
-        factor=100.0,
-    ),
-    ChartKind(
-        "memory_bytes",
-        "Memory",
-        "bytes",
-        "Should be level after the first few steps. A steady rise is a leak and ends in an out-of-memory error.",
-        scale="linear",
-    ),
-    ChartKind(
-        "expert_load_violation",
-        "Expert load violation",
-        "max / mean - 1",
-        "How far the busiest expert is above the mean, in the worst layer. Should fall toward 0, which is even.",
-        median=True,
-        clip=True,
-    ),
-)
-_NOT_CHARTED = {"tokens", "epoch", "skipped_steps", "micro_step"}  # counters: in the summary, or beside the point
 
 
 def run_classes(index: int) -> str:
@@ -162,8 +44,9 @@ def missing_names(runs: list[RunRecord]) -> list[str]:
 
 def other_charts(runs: list[RunRecord]) -> tuple[list[Chart], int]:
     """Charts of the numbers that have no chart of their own, by name, and how many more there were."""
-    known = {kind.key for kind in CHART_KINDS} | _NOT_CHARTED
+    known = {kind.key for kind in CHART_KINDS} | NOT_CHARTED
     names = {key for run in runs for key in run.columns if run.has(key)} - known
+    names -= {key for key in names if "_by_layer/" in key}
     names -= {key for key in names if _is_memory(key)} if len(runs) == 1 and runs[0].has("memory_bytes") else set()
     ordered = sorted(names)
     charts = [
