@@ -16,6 +16,7 @@ from recipes.config.run_config import parse_pretrain_config
 def main(argv: list[str] | None = None) -> int:
     """Plan, check, and, unless told otherwise, train."""
     config = parse_pretrain_config(argv)  # before anything heavy is imported: a wrong flag answers at once
+    from recipes.cluster.guard import guarded
     from recipes.cluster.launch import quiet_deepspeed, read_launch, stop_process_group
     from recipes.training.plan_run import plan_run
     from recipes.training.summary import plan_lines, plan_result
@@ -36,8 +37,9 @@ def main(argv: list[str] | None = None) -> int:
         return EXIT_SUCCESS
     from recipes.training.pretraining import pretrain
 
-    code = pretrain(plan)
-    stop_process_group()
+    with guarded(launch):
+        code = pretrain(plan)
+        stop_process_group()
     return code
 
 
