@@ -18,6 +18,7 @@ def main(argv: list[str] | None = None) -> int:
     config = parse_pretrain_config(argv)  # before anything heavy is imported: a wrong flag answers at once
     from recipes.cluster.guard import guarded
     from recipes.cluster.launch import quiet_deepspeed, read_launch, stop_process_group
+    from recipes.training.finished import write_finished
     from recipes.training.plan_run import plan_run
     from recipes.training.summary import plan_lines, plan_result
 
@@ -34,6 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     if state and state.step >= plan.resolved.max_steps:
         if launch.is_main:
             print(f"this run is finished: step {state.step} of {plan.resolved.max_steps}; raise --max_steps to go on")
+            write_finished(plan.folder, state.step)
         return EXIT_SUCCESS
     from recipes.training.pretraining import pretrain
 

@@ -20,6 +20,7 @@ from recipes.training.checkpoint_files import TrainingState, checkpoints_folder,
 from recipes.training.data_sources import open_sources
 from recipes.training.engine import build_engine, build_model
 from recipes.training.evaluation import Evaluation
+from recipes.training.finished import clear_finished, write_finished
 from recipes.training.initial_weights import check_same_on_every_rank, copy_weights, draw_weights
 from recipes.training.loop import TrainingRun
 from recipes.training.plan_run import RunPlan
@@ -56,6 +57,8 @@ def pretrain(plan: RunPlan) -> int:
 def open_run(plan: RunPlan) -> TrainingRun:
     """A run where it stands: data open, engine built, its checkpoint loaded."""
     set_cpu_threads(plan.launch)
+    if plan.launch.is_main and plan.config.resume != "never":  # never may yet refuse, and then this run is not its own
+        clear_finished(plan.folder)
     # Before the process group: tokenizing may outlast its timeout.
     sources, heldout = open_sources(plan.config, plan.model)
     start_process_group(plan.launch, plan.resolved.config)
@@ -135,6 +138,7 @@ def _conclude(plan: RunPlan, evaluation: Evaluation | None, sample: str | None, 
     with contextlib.suppress(UserError):  # nothing was logged, so there is nothing to report
         write_report([plan.folder], plan.folder / "report.html")
     print("\n".join(result_lines(plan, evaluation, sample, seconds)), flush=True)
+    write_finished(plan.folder, plan.resolved.max_steps)
     if plan.config.json:
         result = {"output_dir": str(plan.folder), "steps": plan.resolved.max_steps, "seconds": seconds}
         if evaluation:

@@ -1,0 +1,143 @@
+"""However a job ends, no process of it stays, its exit code says so, and the first cause is the last thing printed."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from launching import REPOSITORY, environment, free_port
+
+RANK = "tests/faults/guarded_rank.py"
+HOST = socket.gethostname()
+GONE_SECONDS = 30  # what the issue of a dead process may cost at most
+
+
+@dataclass
+class Job:
+    """A job in a session of its own, so that every process of it can be found."""
+
+    process: subprocess.Popen
+    log: Path
+    folder: Path
+
+    def members(self, word: str = "") -> list[psutil.Process]:
+        """Its living processes whose command line holds a word."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                inside = os.getsid(process.pid) == self.process.pid and process.status() != psutil.STATUS_ZOMBIE
+                if inside and word in " ".join(process.cmdline()):
+                    found.append(process)
+            except (ProcessLookupError, psutil.Error):
+                continue
+        return found
+
+    def rank(self, number: int) -> psutil.Process:
+        """A rank's own process, not its guardian."""
+        one_of = [process for process in self.members(RANK) if process.environ().get("RANK") == str(number)]
+        return next(process for process in one_of if not process.name().startswith("guard"))
+
+    def wait_until_it_works(self) -> None:
+        deadline = time.monotonic() + 120
+        while len(list(self.folder.glob("rank_*"))) < 2:
+            assert self.process.poll() is None, self.output
+            assert time.monotonic() < deadline, self.output
+            time.sleep(0.05)
+
+    def wait_until_gone(self) -> float:
+        """Seconds until its last process has ended; fails with the list of those that stay."""
+        begin = time.monotonic()
+        while self.members():
+            left = [f"{process.pid} {process.name()} {process.cmdline()[-4:]}" for process in self.members()]
+            assert time.monotonic() - begin < GONE_SECONDS, f"still there: {left}\n{self.output}"
+            self.process.poll()
+            time.sleep(0.1)
+        return time.monotonic() - begin
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text()
+
+    @property
+    def last_line(self) -> str:
+        return self.output.strip().splitlines()[-1]
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start a job of two ranks that ends as is said; whatever is left of it goes with the test."""
+    jobs = []
+
+    def start_job(how, launcher="deepspeed"):
+        folder = tmp_path / str(len(jobs))
+        folder.mkdir()
+        words = {
+            "deepspeed": ["deepspeed", "--num_gpus", "2", "--master_port", str(free_port())],
+            "torchrun": ["torchrun", "--nproc_per_node", "2", "--master_port", str(free_port())],
+        }[launcher]
+        log = folder / "log"
+        with log.open("w") as file:
+            process = subprocess.Popen(
+                [str(Path(sys.executable).parent / words[0]), *words[1:], RANK, str(folder), how],
+                cwd=REPOSITORY, env=environment(), stdout=file, stderr=file, start_new_session=True,
+            )  # fmt: skip
+        jobs.append(Job(process, log, folder))
+        return jobs[-1]
+
+    yield start_job
+    for job in jobs:
+        for process in job.members():
+            process.kill()
+        job.process.wait()
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "cause"),
+    [
+        ("raises", 1, f"fault: rank 1 on {HOST}: ValueError: the router met"),
+        ("memory", 1, f"fault: rank 1 on {HOST}: MemoryError: "),
+        ("mistake", 2, f"fault: rank 1 on {HOST}: --data: the file of rank 1 is not there"),
+        ("before", 1, f"fault: rank 1 on {HOST}: ValueError: the router met"),
+    ],
+)
+def test_a_rank_that_fails(start, how, code, cause):
+    job = start(how)
+    job.process.wait(120)
+    job.wait_until_gone()
+    assert job.process.returncode == code, job.output
+    assert job.last_line == cause.strip(), job.output
+    if how in ("raises", "memory"):
+        assert job.output.count("Traceback") == 1, "another rank's traceback hides the cause"
+
+
+def test_a_rank_that_is_killed(start):
+    job = start("runs")
+    job.wait_until_it_works()
+    job.rank(1).kill()
+    job.wait_until_gone()
+    assert job.process.returncode not in (0, None)
+    assert job.last_line.startswith(f"fault: rank 1 on {HOST}: died without a word"), job.output
+
+
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
+def test_a_launcher_that_is_killed(start, launcher):
+    """And another job of the same interpreter goes on."""
+    bystander, job = start("runs"), start("runs", launcher)
+    bystander.wait_until_it_works()
+    job.wait_until_it_works()
+    word = "deepspeed.launcher.launch" if launcher == "deepspeed" else "torchrun"
+    job.members(word)[0].kill()
+    job.wait_until_gone()
+    assert job.last_line.startswith("stopped: rank ") and "its launcher is gone" in job.last_line, job.output
+    assert bystander.process.poll() is None and bystander.rank(0).is_running() and bystander.rank(1).is_running()
+    # the runner alone, as `kill PID` and most schedulers do it
+    bystander.process.send_signal(signal.SIGTERM)
+    bystander.wait_until_gone()
+    assert bystander.process.returncode not in (0, None)
+    assert "its launcher is gone" in bystander.last_line, bystander.output
