@@ -37,10 +37,15 @@ def guarded(launch: Launch) -> Iterator[None]:
     link, theirs = multiprocessing.Pipe()
     listening = master_socket() if launch.rank == 0 and not alone and not has_agent_store() else None
     rank_pid = os.getpid()
-    if os.fork() == 0:
-        run_guardian(
-            Watch(launch.rank, launch.local_rank, launch.world_size, rank_pid, launchers, theirs, listening, alone)
-        )
+    watch = Watch(launch.rank, launch.local_rank, launch.world_size, rank_pid, launchers, theirs, listening, alone)
+    child = os.fork()
+    if child == 0:
+        if os.fork() == 0:
+            run_guardian(watch)
+        os._exit(
+            0
+        )  # so that the guardian is nobody's child: launchers end a rank's children with it, and wait for them
+    os.waitpid(child, 0)
     theirs.close()
     if not alone:
         # torch's rendezvous then joins the guardian's store, which outlives rank 0, and starts none of its own
@@ -83,8 +88,9 @@ def _report(link: Connection, launch: Launch, error: BaseException) -> None:
         if is_communication_error(error):
             # Some other rank's end shows here first as a broken connection: its guardian knows better, and ends us.
             time.sleep(LOST_SECONDS + 5)
-        name = "" if isinstance(error, TrainingFault) else f"{type(error).__name__}: "
-        _send(link, Cause(*where, f"{name}{first_line}", said=launch.world_size == 1))
+        name = "" if isinstance(error, TrainingFault) else type(error).__name__
+        text = ": ".join(part for part in (name, first_line) if part)
+        _send(link, Cause(*where, text, said=launch.world_size == 1))
 
 
 def is_communication_error(error: BaseException) -> bool:

@@ -12,15 +12,16 @@ import signal
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 import psutil
 
 from recipes.cluster.job_board import ENDED, Cause, JobBoard, serve
-from recipes.cluster.launcher_processes import describe, is_alive
+from recipes.cluster.launcher_processes import describe, ended_file, exit_status, is_alive
 from recipes.config.errors import EXIT_USER_ERROR
 
 POLL_SECONDS = 0.2
@@ -63,7 +64,8 @@ class Guardian:
         self.cause: Cause | None = None  # the job's first one, once known
         self.words: Cause | None = None  # the rank's own last ones
         self.done = False  # the rank has ended well, or is about to
-        self.terminated = False  # someone ended the rank's process tree by SIGTERM
+        self.rank = psutil.Process(watch.rank_pid)
+        self.ended = ended_file(watch.rank_pid)
         self.family: list[psutil.Process] = []
         self.contact = 0.0  # when the board answered last; 0 before it first did
         self.over = False
@@ -74,7 +76,6 @@ class Guardian:
 
     def run(self) -> None:
         """Watch until the rank is gone, then say why."""
-        signal.signal(signal.SIGTERM, self._note_termination)
         if not self.watch.alone:
             threading.Thread(target=self._keep_contact, daemon=True).start()
         deadline, looked = 0.0, 0.0
@@ -84,29 +85,29 @@ class Guardian:
             if now - looked > FAMILY_SECONDS:
                 self.family, looked = self._look_at_family(), now
             if deadline:
-                if now > deadline and self._rank_lives():
-                    os.kill(self.watch.rank_pid, signal.SIGKILL)
+                if now > deadline:
+                    self._send(self.rank.kill)
             elif self._must_end():
                 deadline = self._end_rank()
         self._conclude()
 
-    def _note_termination(self, signum: int, frame: object) -> None:
-        self.terminated = True
-
     def _rank_lives(self) -> bool:
-        return os.getppid() == self.watch.rank_pid
+        return is_alive(self.rank)
+
+    def _send(self, end: Callable[[], None]) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            end()
 
     def _look_at_family(self) -> list[psutil.Process]:
         try:
-            children = psutil.Process(self.watch.rank_pid).children(recursive=True)
+            return self.rank.children(recursive=True)
         except psutil.Error:
             return self.family
-        return [child for child in children if child.pid != os.getpid()]
 
     def _listen(self) -> None:
-        """Take what the rank says within POLL_SECONDS: a Cause, or that it ends well."""
+        """Take what the rank says within POLL_SECONDS: a Cause, or that it ends well. Its end cuts the wait short."""
         try:
-            if self.watch.link.poll(POLL_SECONDS):
+            if self.watch.link in wait([self.watch.link, *self.ended], POLL_SECONDS):
                 message = self.watch.link.recv()
                 self.done, self.words = message is None, message
         except (EOFError, OSError):  # the rank's end of the link is closed: it is going
@@ -118,7 +119,7 @@ class Guardian:
         if self.words and not self.words.said and self.words.code != EXIT_USER_ERROR and not self.cause:
             self.cause = self._agree(self.words)
         gone = next((process for process in self.watch.launchers if not is_alive(process)), None)
-        if gone and not self.cause and not self.done and not self.terminated:
+        if gone and not self.cause and not self.done:
             self.cause = self._agree(self._own(f"its launcher is gone: {describe(gone)}", graceful=True))
         if self._contact_is_lost() and not self.cause and not self.done:
             where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -136,7 +137,7 @@ class Guardian:
         """Tell the rank to end; returns when it must be gone."""
         assert self.cause
         if self.cause.graceful:
-            os.kill(self.watch.rank_pid, signal.SIGTERM)
+            self._send(self.rank.terminate)
             return time.monotonic() + STOP_SECONDS
         if self.words is None:  # else it is on its way out, and may still be printing why
             with contextlib.suppress(OSError):
@@ -193,11 +194,7 @@ class Guardian:
         """The rank is gone: find the cause, clear up after the rank, speak, and stay until the others have heard."""
         self._listen()  # what it said last
         if not self.done and not self.cause:
-            if self.terminated:  # the launcher clears up after another rank's end, which is the cause
-                self._wait(lambda: self.cause is not None, BEAT_SECONDS + 1)
-            how = "was ended by SIGTERM" if self.terminated else "died without a word: killed (SIGKILL, out of memory?)"
-            words = self.words or self._own(how, graceful=self.terminated)
-            self.cause = self.cause or self._agree(words)
+            self.cause = self._agree(self.words or self._last_cause())
         self._clear_family()
         if self.cause and self._is_speaker(self.cause):
             self._wait(lambda: not any(map(is_alive, self.watch.launchers[:1])), LAUNCHER_SECONDS)
@@ -207,6 +204,19 @@ class Guardian:
         if not self.watch.alone:
             # Rank 0's guardian serves the board, and others may not have heard.
             self._wait(lambda: self.over, 3 * BEAT_SECONDS if self._monitor else 1.0)
+
+    def _last_cause(self) -> Cause:
+        """Of a rank that died without a word."""
+        status = exit_status(self.watch.rank_pid)
+        number = None if status is None else status & 0x7F  # the signal, of waitpid's word
+        # SIGTERM is how launchers clear up after another rank's end, which is then the cause; and they collect at once
+        # those that they end so, so that their status cannot be read any more.
+        if number in (None, signal.SIGTERM):
+            self._wait(lambda: self.cause is not None, BEAT_SECONDS + 1)
+            return self.cause or self._own("was ended by SIGTERM", graceful=True)
+        how = signal.Signals(number).name if number else f"exit code {(status or 0) >> 8}"
+        hint = " (the kernel's, out of memory, or somebody's)" if number == signal.SIGKILL else ""
+        return self._own(f"died without a word: {how}{hint}")
 
     def _clear_family(self) -> None:
         """End what the rank has started and left behind: loading workers end by themselves, others would not."""
@@ -268,12 +278,14 @@ def _others(ranks: list[int]) -> str:
 def run_guardian(watch: Watch) -> None:
     """The life of the forked process: never returns."""
     try:
-        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
             signal.signal(number, signal.SIG_IGN)  # sent to the whole group, and the rank's to follow
         _close_others({0, 1, 2, watch.link.fileno(), *([watch.listening.fileno()] if watch.listening else [])})
         with contextlib.suppress(OSError):  # a name of its own in ps and top
             Path("/proc/self/comm").write_text(f"guard rank {watch.rank}")
         Guardian(watch).run()
+    except BaseException:
+        traceback.print_exc()  # nobody is above to print it
     finally:
         os._exit(0)
 

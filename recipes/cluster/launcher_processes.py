@@ -1,7 +1,7 @@
-"""The processes that started this rank: when one of them is gone, nobody would end the rank any more."""
+"""Processes seen from outside: whether one lives, how it ended, and those without which nobody would end a rank."""
 
 import os
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 import psutil
 
@@ -43,6 +43,23 @@ def is_alive(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def ended_file(pid: int) -> list[int]:
+    """A descriptor that becomes readable when a process ends, where the system has such."""
+    try:
+        return [os.pidfd_open(pid)]
+    except (AttributeError, OSError):
+        return []
+
+
+def exit_status(pid: int) -> int | None:
+    """How a process ended, as `waitpid` tells its parent; None once the parent has asked, or where it is hidden."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return None
+    return int(fields[-1]) or None if fields[0] == "Z" else None
 
 
 def describe(process: psutil.Process) -> str:
