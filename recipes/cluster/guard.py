@@ -37,7 +37,10 @@ def guarded(launch: Launch) -> Iterator[None]:
     link, theirs = multiprocessing.Pipe()
     listening = master_socket() if launch.rank == 0 and not alone and not has_agent_store() else None
     rank_pid = os.getpid()
-    watch = Watch(launch.rank, launch.local_rank, launch.world_size, rank_pid, launchers, theirs, listening, alone)
+    console = os.dup(2)
+    watch = Watch(
+        launch.rank, launch.local_rank, launch.world_size, rank_pid, launchers, theirs, listening, alone, console
+    )
     child = os.fork()
     if child == 0:
         if os.fork() == 0:
@@ -47,6 +50,7 @@ def guarded(launch: Launch) -> Iterator[None]:
         )  # so that the guardian is nobody's child: launchers end a rank's children with it, and wait for them
     os.waitpid(child, 0)
     theirs.close()
+    os.close(console)
     if not alone:
         # torch's rendezvous then joins the guardian's store, which outlives rank 0, and starts none of its own
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(True)

@@ -43,6 +43,7 @@ class Watch:
         launchers: processes without which the rank must not go on.
         listening: at the master's port, where this guardian serves the job's store.
         alone: no other ranks, so no board.
+        console: where the cause is printed.
     """
 
     rank: int
@@ -53,6 +54,7 @@ class Watch:
     link: Connection
     listening: socket.socket | None
     alone: bool
+    console: int
 
 
 class Guardian:
@@ -199,7 +201,7 @@ class Guardian:
         if self.cause and self._is_speaker(self.cause):
             self._wait(lambda: not any(map(is_alive, self.watch.launchers[:1])), LAUNCHER_SECONDS)
             with contextlib.suppress(OSError):
-                os.write(2, f"\n{self.cause.line}\n".encode())
+                os.write(self.watch.console, f"\n{self.cause.line}\n".encode())
         self._wake.set()
         if not self.watch.alone:
             # Rank 0's guardian serves the board, and others may not have heard.
@@ -280,12 +282,15 @@ def run_guardian(watch: Watch) -> None:
     try:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
             signal.signal(number, signal.SIG_IGN)  # sent to the whole group, and the rank's to follow
-        _close_others({0, 1, 2, watch.link.fileno(), *([watch.listening.fileno()] if watch.listening else [])})
+        listening = [watch.listening.fileno()] if watch.listening else []
+        _close_others({0, 1, 2, watch.console, watch.link.fileno(), *listening})
+        with open(os.devnull, "w") as nowhere:  # torch's C++ warns at length of connections that broke, as they do here
+            os.dup2(nowhere.fileno(), 2)
         with contextlib.suppress(OSError):  # a name of its own in ps and top
             Path("/proc/self/comm").write_text(f"guard rank {watch.rank}")
         Guardian(watch).run()
     except BaseException:
-        traceback.print_exc()  # nobody is above to print it
+        os.write(watch.console, traceback.format_exc().encode())  # nobody is above to print it
     finally:
         os._exit(0)
 

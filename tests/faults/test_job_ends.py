@@ -11,7 +11,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launching import REPOSITORY, environment, free_port
+from launching import REPOSITORY, environment, free_port, run_python
+
+from recipes.training.finished import write_finished
 
 RANK = "tests/faults/guarded_rank.py"
 HOST = socket.gethostname()
@@ -20,7 +22,7 @@ GONE_SECONDS = 30  # what the issue of a dead process may cost at most
 
 @dataclass
 class Job:
-    """A job in a session of its own, so that every process of it can be found."""
+    """A job whose processes can be found by its session and by its folder in their command lines."""
 
     process: subprocess.Popen
     log: Path
@@ -31,8 +33,10 @@ class Job:
         found = []
         for process in psutil.process_iter():
             try:
-                inside = os.getsid(process.pid) == self.process.pid and process.status() != psutil.STATUS_ZOMBIE
-                if inside and word in " ".join(process.cmdline()):
+                words = " ".join(process.cmdline())
+                # torchrun's ranks and a supervised launcher have sessions of their own
+                inside = os.getsid(process.pid) == self.process.pid or str(self.folder) in words
+                if inside and word in words and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
             except (ProcessLookupError, psutil.Error):
                 continue
@@ -80,7 +84,9 @@ def start(tmp_path):
         words = {
             "deepspeed": ["deepspeed", "--num_gpus", "2", "--master_port", str(free_port())],
             "torchrun": ["torchrun", "--nproc_per_node", "2", "--master_port", str(free_port())],
-        }[launcher]
+        }
+        words["supervise"] = ["python", "recipes/supervise.py", *words["deepspeed"]]
+        words = words[launcher]
         log = folder / "log"
         with log.open("w") as file:
             process = subprocess.Popen(
@@ -125,19 +131,30 @@ def test_a_rank_that_is_killed(start):
     assert job.last_line.startswith(f"fault: rank 1 on {HOST}: died without a word: SIGKILL"), job.output
 
 
-@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
-def test_a_launcher_that_is_killed(start, launcher):
-    """And another job of the same interpreter goes on."""
-    bystander, job = start("runs"), start("runs", launcher)
+@pytest.mark.parametrize(
+    ("launcher", "word", "other"),
+    [("deepspeed", "deepspeed.launcher.launch", "deepspeed"), ("torchrun", "torchrun", "supervise")],
+)
+def test_a_launcher_that_is_killed(start, launcher, word, other):
+    """Another job of the same interpreter goes on; then its first process alone is told to end, as schedulers do."""
+    bystander, job = start("runs", other), start("runs", launcher)
     bystander.wait_until_it_works()
     job.wait_until_it_works()
-    word = "deepspeed.launcher.launch" if launcher == "deepspeed" else "torchrun"
     job.members(word)[0].kill()
     job.wait_until_gone()
     assert job.last_line.startswith("stopped: rank ") and "its launcher is gone" in job.last_line, job.output
     assert bystander.process.poll() is None and bystander.rank(0).is_running() and bystander.rank(1).is_running()
-    # the runner alone, as `kill PID` and most schedulers do it
     bystander.process.send_signal(signal.SIGTERM)
     bystander.wait_until_gone()
-    assert bystander.process.returncode not in (0, None)
-    assert "its launcher is gone" in bystander.last_line, bystander.output
+    assert bystander.process.returncode == {"deepspeed": -signal.SIGTERM, "supervise": 128 + signal.SIGTERM}[other]
+    assert bystander.last_line.startswith("stopped: rank "), bystander.output
+
+
+def test_supervise_believes_the_mark_alone(tmp_path):
+    """A launcher that says 0 without a finished run: here `true` stands for a runner whose launcher was killed."""
+    words = ["recipes/supervise.py", "true", "recipes/pretrain.py", "--output_dir", str(tmp_path)]
+    cut_off = run_python(words)
+    assert cut_off.code == 1 and "no finished.json" in cut_off.stderr, cut_off.output
+    write_finished(tmp_path, 5)
+    assert run_python(words).code == 0
+    assert run_python([*words, "--max_step", "4"]).code == 2, "a mistake is found before the launcher starts"
