@@ -30,7 +30,7 @@ test-gpu: $(VENV)/.ready-test
 
 # Two hosts as network namespaces, with the hostfile command, a cut link and a resume; needs root.
 rehearse: $(VENV)/.ready-test
-	$(BIN)/python -m pytest tests/rehearsal -s -v
+	REHEARSE=1 $(BIN)/python -m pytest tests/rehearsal -s -v
 
 check: $(VENV)/.ready-test
 	$(BIN)/ruff format --check .
