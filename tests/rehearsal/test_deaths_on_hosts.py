@@ -60,10 +60,9 @@ def test_death(cluster, tmp_path, kind, number, code, cause):
     log = tmp_path / "log"
     how = "raises" if kind == "raises" else "runs"
     words = ["deepspeed", "--hostfile", str(cluster.hostfile), RANK, str(tmp_path), how]
+    command, variables = cluster.on("node1", words), environment(**cluster.environment())
     with log.open("w") as file:
-        job = subprocess.Popen(
-            cluster.on("node1", words), cwd=REPOSITORY, env=environment(**cluster.environment()), stdout=file, stderr=file
-        )  # fmt: skip
+        job = subprocess.Popen(command, cwd=REPOSITORY, env=variables, stdout=file, stderr=file)
     deadline = time.monotonic() + 120
     while len(list(tmp_path.glob("rank_*"))) < 2:
         assert job.poll() is None and time.monotonic() < deadline, log.read_text()
