@@ -117,10 +117,16 @@ def rehearsal_cluster(size: int = 2, slots: int = 1) -> Iterator[Cluster]:
         _write_settings(cluster, slots)
         if not PRIVILEGE_FOLDER.exists():
             PRIVILEGE_FOLDER.mkdir()
-            cleanup.callback(PRIVILEGE_FOLDER.rmdir)
+            cleanup.callback(_remove_privilege_folder, folder.name)
         for host in hosts:
             _start_sshd(cluster, host)
         yield cluster
+
+
+def _remove_privilege_folder(own: str) -> None:
+    others = [line for line in _run("ip netns list").splitlines() if line.startswith("rehearsal_") and own not in line]
+    if not others:  # another cluster on this machine needs it as long as it stands
+        PRIVILEGE_FOLDER.rmdir()
 
 
 def _add_namespace(name: str, cleanup: contextlib.ExitStack) -> None:
