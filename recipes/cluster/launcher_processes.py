@@ -71,7 +71,7 @@ def _pdsh_of(launch_words: list[str]) -> list[psutil.Process]:
     """pdsh and the runner above it, if they run on this host: the ssh sessions outlive them."""
     job = [word for word in launch_words if word.startswith(("--world_info=", "--master_port=", "--master_addr="))]
     for process in psutil.process_iter():
-        if _name(process) == "pdsh" and set(job) <= set(_words(process)):
+        if _name(process).startswith("pdsh") and set(job) <= set(_words(process)):
             runner = process.parent()
             return [process, runner] if runner and _is_runner(runner) else [process]
     return []
