@@ -76,9 +76,11 @@ def _end(job: subprocess.Popen, number: int) -> int:
     members = runner.children(recursive=True)
     runner.kill()
     job.wait()
+    # On this host the guardians notice the runner's end and tell the ranks once; on the others, the session's.
     for member in members:
         with contextlib.suppress(psutil.NoSuchProcess):
-            member.terminate()
+            if member.name().startswith(("pdsh", "ssh")):
+                member.terminate()
     _, left = psutil.wait_procs(members, timeout=ENDING_SECONDS)
     for member in left:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -213,7 +213,7 @@ class Guardian:
         number = None if status is None else status & 0x7F  # the signal, of waitpid's word
         # SIGTERM is how launchers clear up after another rank's end, which is then the cause; and they collect at once
         # those that they end so, so that their status cannot be read any more.
-        if number in (None, signal.SIGTERM):
+        if number in (None, signal.SIGTERM) or status == (128 + signal.SIGTERM) << 8:
             self._wait(lambda: self.cause is not None, BEAT_SECONDS + 1)
             return self.cause or self._own("was ended by SIGTERM", graceful=True)
         how = signal.Signals(number).name if number else f"exit code {(status or 0) >> 8}"

@@ -32,6 +32,8 @@ def find_launchers() -> list[psutil.Process]:
     while above and any(DEEPSPEED_LAUNCH in word for word in _words(above)):  # shells that carry its command line
         found.append(above)
         above = above.parent()
+    if above is None or above.pid == 1 and not _is_runner(above):
+        raise TrainingFault("what started this rank's launcher is gone")
     if above and (_is_runner(above) or _name(above).startswith("sshd")):
         found.append(above)
     return found + _pdsh_of(words)

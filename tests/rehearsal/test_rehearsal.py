@@ -12,7 +12,7 @@ from launching import PRETRAIN, REPOSITORY, environment, metrics, run_deepspeed
 from netns_cluster import NotPossible, rehearsal_cluster
 
 # Whether a run may go on with another number of ranks than it was saved with; recipes/training/resume.py decides.
-WORLD_SIZE_MAY_CHANGE = False
+WORLD_SIZE_MAY_CHANGE = True
 STEPS = 120
 CUT_AT_STEP = 25
 ENDED_SECONDS = 60
