@@ -12,7 +12,8 @@ EXIT_STOPPED = 75  # sysexits.h's EX_TEMPFAIL: saved and stopped on request; the
 class StopSignals:
     """Notes SIGTERM and SIGUSR1, which Slurm and spot instances send before they take the machine.
 
-    A second one (another signal, or the same one later), or SIGINT at any time, ends the process at once with the shell's code for it (128 + signal).
+    A second one (another signal, or the same one later), or SIGINT at any time, ends the process at once with the
+    shell's code for it (128 + signal).
     """
 
     def __init__(self) -> None:
