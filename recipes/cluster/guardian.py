@@ -67,6 +67,7 @@ class Guardian:
         self.words: Cause | None = None  # the rank's own last ones
         self.done = False  # the rank has ended well, or is about to
         self.rank = psutil.Process(watch.rank_pid)
+        self.status: int | None = None  # how the rank ended, as waitpid says
         self.ended = ended_file(watch.rank_pid)
         self.family: list[psutil.Process] = []
         self.contact = 0.0  # when the board answered last; 0 before it first did
@@ -94,7 +95,10 @@ class Guardian:
         self._conclude()
 
     def _rank_lives(self) -> bool:
-        return is_alive(self.rank)
+        alive = is_alive(self.rank)
+        if not alive and self.status is None:  # now or never: its parent is about to collect it
+            self.status = exit_status(self.watch.rank_pid)
+        return alive
 
     def _send(self, end: Callable[[], None]) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -113,7 +117,8 @@ class Guardian:
                 message = self.watch.link.recv()
                 self.done, self.words = message is None, message
         except (EOFError, OSError):  # the rank's end of the link is closed: it is going
-            time.sleep(POLL_SECONDS)
+            if self._rank_lives():
+                time.sleep(POLL_SECONDS)
 
     def _must_end(self) -> bool:
         """Whether the job ends: sets `cause`."""
@@ -209,11 +214,14 @@ class Guardian:
 
     def _last_cause(self) -> Cause:
         """Of a rank that died without a word."""
-        status = exit_status(self.watch.rank_pid)
+        status = self.status
         number = None if status is None else status & 0x7F  # the signal, of waitpid's word
         # SIGTERM is how launchers clear up after another rank's end, which is then the cause; and they collect at once
         # those that they end so, so that their status cannot be read any more.
-        if number in (None, signal.SIGTERM) or status == (128 + signal.SIGTERM) << 8:
+        if number is None:
+            self._wait(lambda: self.cause is not None, BEAT_SECONDS / 2)
+            return self.cause or self._own("died without a word")
+        if number == signal.SIGTERM or status == (128 + signal.SIGTERM) << 8:
             self._wait(lambda: self.cause is not None, BEAT_SECONDS + 1)
             return self.cause or self._own("was ended by SIGTERM", graceful=True)
         how = signal.Signals(number).name if number else f"exit code {(status or 0) >> 8}"
