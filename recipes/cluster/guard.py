@@ -31,7 +31,8 @@ def guarded(launch: Launch) -> Iterator[None]:
     """
     launchers = find_launchers()
     alone = launch.world_size == 1
-    if alone and not launchers or not hasattr(os, "fork"):
+    nowhere_to_meet = not alone and "MASTER_PORT" not in os.environ  # torch says so when it starts the process group
+    if alone and not launchers or nowhere_to_meet or not hasattr(os, "fork"):
         yield
         return
     link, theirs = multiprocessing.Pipe()
