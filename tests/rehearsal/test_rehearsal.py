@@ -135,7 +135,7 @@ def test_the_survivor_goes_on_alone_and_then_both(cluster, broken, flags, unbrok
     ours = metrics(folder)
     assert [line["step"] for line in ours] == list(range(1, STEPS + 1))
     ours, theirs = ([line["loss"] for line in lines] for lines in (ours, unbroken))
-    # One rank adds the same float32 gradients in another order: 1e-4 over 20 steps, as between one rank and two anywhere
+    # One rank adds the same float32 gradients in another order: 1e-4 over 20 steps, as anywhere
     assert ours[:40] == pytest.approx(theirs[:40], rel=1e-4)
     # over 100 the roundings grow, where they flip a router's choice of nearly equal experts; 8.4e-4 was seen
     assert ours == pytest.approx(theirs, rel=5e-3)
