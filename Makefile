@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
 
-.PHONY: pretrain test test-gpu check setup clean
+.PHONY: pretrain test test-gpu rehearse check setup clean
 
 pretrain: $(VENV)/.ready
 	$(BIN)/deepspeed recipes/pretrain.py
@@ -27,6 +27,10 @@ test: $(VENV)/.ready-test
 
 test-gpu: $(VENV)/.ready-test
 	$(BIN)/python -m pytest tests -m gpu
+
+# Two hosts as network namespaces, with the hostfile command, a cut link and a resume; needs root.
+rehearse: $(VENV)/.ready-test
+	REHEARSE=1 $(BIN)/python -m pytest tests/rehearsal -s -v
 
 check: $(VENV)/.ready-test
 	$(BIN)/ruff format --check .

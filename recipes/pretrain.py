@@ -8,21 +8,37 @@ if not __package__:  # run as a script: the repository's root, not recipes/, mus
 
 import json
 import os
+from typing import TYPE_CHECKING
 
 from recipes.config.errors import EXIT_SUCCESS, run_command
-from recipes.config.run_config import parse_pretrain_config
+from recipes.config.run_config import PretrainConfig, parse_pretrain_config
+
+if TYPE_CHECKING:
+    from recipes.cluster.launch import Launch
 
 
 def main(argv: list[str] | None = None) -> int:
     """Plan, check, and, unless told otherwise, train."""
     config = parse_pretrain_config(argv)  # before anything heavy is imported: a wrong flag answers at once
-    from recipes.cluster.launch import quiet_deepspeed, read_launch, stop_process_group
-    from recipes.cluster.preflight import run_preflight
-    from recipes.training.plan_run import plan_run
-    from recipes.training.summary import plan_lines, plan_result
+    from recipes.cluster.guard import guarded
+    from recipes.cluster.launch import quiet_deepspeed, read_launch
 
     quiet_deepspeed()
     launch = read_launch()
+    if config.dry_run:
+        return run(config, launch)
+    with guarded(launch):  # first of all: a mistake that one host alone finds must end the others, too
+        return run(config, launch)
+
+
+def run(config: PretrainConfig, launch: "Launch") -> int:
+    """Plan and train, or only plan."""
+    from recipes.cluster.launch import stop_process_group
+    from recipes.cluster.preflight import run_preflight
+    from recipes.training.finished import write_finished
+    from recipes.training.plan_run import plan_run
+    from recipes.training.summary import plan_lines, plan_result
+
     plan = plan_run(config, launch)
     if launch.is_main:
         print("\n".join(plan_lines(plan)), flush=True)
@@ -36,6 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     if state and state.step >= plan.resolved.max_steps:
         if launch.is_main:
             print(f"this run is finished: step {state.step} of {plan.resolved.max_steps}; raise --max_steps to go on")
+            write_finished(plan.folder, state.step)
         return EXIT_SUCCESS
     from recipes.training.pretraining import pretrain
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from recipes.cluster.op_builds import prepare_op_builds
+from recipes.cluster.slurm import srun_environment
 from recipes.cluster.stall_watch import StallWatch, set_default_timeout
 
 _stall_watches: list[StallWatch] = []
@@ -30,7 +31,11 @@ class Launch:
 
 
 def read_launch() -> Launch:
-    """Read the variables that `deepspeed`, `torchrun` and `accelerate launch` set; none set means one process."""
+    """Read the variables that `deepspeed`, `torchrun` and `accelerate launch` set; none set means one process.
+
+    A task of Slurm's `srun` is given them first.
+    """
+    os.environ.update(srun_environment(os.environ))
     variable = os.environ.get
     world_size = int(variable("WORLD_SIZE", "1"))
     return Launch(

@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 
 EXIT_SUCCESS = 0
@@ -31,7 +32,8 @@ def run_command(main: Callable[[], int]) -> int:
     """Run a command's main function and return its exit code.
 
     A UserError becomes one line per fault and exit code 2, a TrainingFault one line and exit code 1, both without a
-    traceback.
+    traceback. Any other exception's traceback is printed here, so that a command can then leave at once: the
+    interpreter's own end would wait for the other ranks.
     """
     try:
         return main()
@@ -46,4 +48,7 @@ def run_command(main: Callable[[], int]) -> int:
         return EXIT_USER_ERROR
     except TrainingFault as fault:
         print(f"fault: rank {os.environ.get('RANK', '0')}: {fault}", file=sys.stderr, flush=True)
+        return EXIT_FAULT
+    except Exception:
+        traceback.print_exc()
         return EXIT_FAULT

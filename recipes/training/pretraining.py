@@ -22,6 +22,7 @@ from recipes.training.data_sources import open_sources
 from recipes.training.determinism import make_deterministic
 from recipes.training.engine import build_engine, build_model
 from recipes.training.evaluation import Evaluation
+from recipes.training.finished import clear_finished, write_finished
 from recipes.training.initial_weights import check_same_on_every_rank, copy_weights, draw_weights
 from recipes.training.loop import TrainingRun
 from recipes.training.plan_run import RunPlan
@@ -65,6 +66,8 @@ def open_run(plan: RunPlan) -> TrainingRun:
     set_cpu_threads(plan.launch)
     if plan.config.deterministic:
         make_deterministic(plan.device_type, plan.launch.is_main)
+    if plan.launch.is_main and plan.config.resume != "never":  # never may yet refuse, and then this run is not its own
+        clear_finished(plan.folder)
     # Before the process group: tokenizing may outlast its timeout.
     sources, heldout = open_sources(plan.config, plan.model)
     plan.nccl.apply()
@@ -147,6 +150,7 @@ def _conclude(plan: RunPlan, evaluation: Evaluation | None, sample: str | None, 
     with contextlib.suppress(UserError):  # nothing was logged, so there is nothing to report
         write_report([plan.folder], plan.folder / "report.html")
     print("\n".join(result_lines(plan, evaluation, sample, seconds)), flush=True)
+    write_finished(plan.folder, plan.resolved.max_steps)
     if plan.config.json:
         result = {"output_dir": str(plan.folder), "steps": plan.resolved.max_steps, "seconds": seconds}
         if evaluation:

@@ -2,19 +2,23 @@
 
 import os
 import signal
+import time
 from types import FrameType
 
+PASSED_ON_SECONDS = 1.0  # in which the launcher and the guardian may pass the same request on, each for itself
 EXIT_STOPPED = 75  # sysexits.h's EX_TEMPFAIL: saved and stopped on request; the same command goes on from here
 
 
 class StopSignals:
     """Notes SIGTERM and SIGUSR1, which Slurm and spot instances send before they take the machine.
 
-    A second one, or SIGINT at any time, ends the process at once with the shell's code for it (128 + signal).
+    A second one (another signal, or the same one later), or SIGINT at any time, ends the process at once with the
+    shell's code for it (128 + signal).
     """
 
     def __init__(self) -> None:
         self.received: str | None = None
+        self._since = 0.0
 
     def install(self) -> None:
         """Take the signals over; call it in the main thread."""
@@ -23,9 +27,12 @@ class StopSignals:
         signal.signal(signal.SIGINT, self._end)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if self.received == name and time.monotonic() - self._since < PASSED_ON_SECONDS:
+            return
         if self.received:
             self._end(number, frame)
-        self.received = signal.Signals(number).name
+        self.received, self._since = name, time.monotonic()
 
     def _end(self, number: int, frame: FrameType | None) -> None:
         os._exit(128 + number)  # a Python exit would wait for collectives that never end

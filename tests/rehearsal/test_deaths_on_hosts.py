@@ -1,0 +1,83 @@
+"""Each kind of death on two hosts: nothing stays on either, and the cause is printed. `make rehearse` runs it."""
+
+import os
+import signal
+import subprocess
+import time
+
+import psutil
+import pytest
+from launching import REPOSITORY, environment
+from netns_cluster import NotPossible, rehearsal_cluster
+
+pytestmark = pytest.mark.skipif("REHEARSE" not in os.environ, reason="takes minutes: `make rehearse` runs it")
+RANK = "tests/faults/guarded_rank.py"
+GONE_SECONDS = 30
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    try:
+        with rehearsal_cluster() as made:
+            yield made
+    except NotPossible as reason:
+        pytest.skip(f"no cluster of namespaces here: {reason}")
+
+
+def find(cluster, kind):
+    """The one process on the hosts that is of a kind."""
+    for pid in cluster.processes():
+        process = psutil.Process(pid)
+        words, name = process.cmdline(), process.name()
+        if {
+            "rank": RANK in words and "--local_rank=0" in words and process.environ().get("RANK") == "1",
+            "launcher": "--node_rank=1" in words and name.startswith("python"),
+            "runner": any(word.endswith("bin/deepspeed") for word in words[:2]),
+            "pdsh": name.startswith("pdsh"),
+        }[kind] and not name.startswith("guard"):
+            return process
+    raise AssertionError(f"no {kind} in\n{listing(cluster)}")
+
+
+def listing(cluster):
+    pids = cluster.processes()
+    words = ["ps", "-o", "pid,ppid,stat,comm,args", "--cols", "130", "-p", ",".join(map(str, pids))]
+    return subprocess.run(words, capture_output=True, text=True, check=False).stdout if pids else "none\n"
+
+
+CASES = [  # what dies, by which signal, the runner's exit code (None: any but 0), the cause
+    ("raises", None, None, "fault: rank 1 on node2: ValueError: the router met"),
+    ("rank", signal.SIGKILL, None, "fault: rank 1 on node2: died without a word: SIGKILL"),
+    ("launcher", signal.SIGKILL, None, "stopped: rank 1 on node2: its launcher is gone"),
+    ("runner", signal.SIGTERM, 1, "stopped: rank "),
+    ("runner", signal.SIGKILL, -9, "stopped: rank 0 on node1: its launcher is gone"),
+    ("pdsh", signal.SIGKILL, 0, "stopped: rank 0 on node1: its launcher is gone"),
+]
+
+
+@pytest.mark.parametrize(("kind", "number", "code", "cause"), CASES)
+def test_death(cluster, tmp_path, kind, number, code, cause):
+    log = tmp_path / "log"
+    how = "raises" if kind == "raises" else "runs"
+    words = ["deepspeed", "--hostfile", str(cluster.hostfile), RANK, str(tmp_path), how]
+    command, variables = cluster.on("node1", words), environment(**cluster.environment())
+    with log.open("w") as file:
+        job = subprocess.Popen(command, cwd=REPOSITORY, env=variables, stdout=file, stderr=file)
+    deadline = time.monotonic() + 120
+    while len(list(tmp_path.glob("rank_*"))) < 2:
+        assert job.poll() is None and time.monotonic() < deadline, log.read_text()
+        time.sleep(0.1)
+    print(f"\n=== {kind} {number or ''}\n{listing(cluster)}")
+    if number:
+        find(cluster, kind).send_signal(number)
+    begin = time.monotonic()
+    while cluster.processes():
+        job.poll()
+        assert time.monotonic() - begin < GONE_SECONDS, f"still there:\n{listing(cluster)}\n{log.read_text()}"
+        time.sleep(0.2)
+    job.wait(10)
+    ends = [line for line in log.read_text().splitlines() if line.strip()][-4:]
+    print(f"--- {time.monotonic() - begin:.1f} s later: exit code {job.returncode}, processes: {listing(cluster)}")
+    print("\n".join(ends))
+    assert job.returncode == code if code is not None else job.returncode > 0
+    assert cause in log.read_text()
