@@ -44,6 +44,13 @@ def build_parser() -> argparse.ArgumentParser:
         help="keep writes the multi-token prediction layers at index num_hidden_layers + k, which transformers reports "
         "as unexpected unless the model has 61 layers; drop leaves them out and says so in config.json (default: drop)",
     )
+    add("--ema", action="store_true", help="export the run's moving average (it was trained with --ema_decay)")
+    add("--average_last", type=int, help="export the average of the run's so many newest checkpoints")
+    add(
+        "--average_decay",
+        type=float,
+        help="weigh each of them by this to the power of the steps before the newest; default: all alike",
+    )
     add("--max_shard_bytes", type=int, default=2 << 30, help="largest size of a file (default: 2 GiB)")
     add("--json", action="store_true", help="print the result as JSON")
     return parser
@@ -55,6 +62,10 @@ def main(argv: list[str] | None = None) -> int:
     output: Path = arguments.output.expanduser()
     if arguments.max_shard_bytes < 1:
         raise UserError(f"--max_shard_bytes {arguments.max_shard_bytes}: must be at least 1")
+    if arguments.ema and arguments.average_last is not None:
+        raise UserError("--ema with --average_last: two kinds of average; give one")
+    if arguments.average_decay is not None and arguments.average_last is None:
+        raise UserError("--average_decay: there is no average without --average_last; give it too")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"{output}: is there already and not empty; give another folder, or remove it")
     aside = output.with_name(output.name + ".partial")
@@ -78,9 +89,16 @@ def _export(arguments: argparse.Namespace, folder: Path) -> dict[str, int | str]
     import torch
 
     from model.hf_weights import WeightsError, save_hf_weights
+    from recipes.training.moving_average import open_moving_average
     from recipes.training.trained_model import open_weights, without_mtp
+    from recipes.training.weight_averaging import open_average
 
-    weights = open_weights(arguments.checkpoint)
+    if arguments.ema:
+        weights = open_moving_average(arguments.checkpoint)
+    elif arguments.average_last is not None:
+        weights = open_average(arguments.checkpoint, arguments.average_last, arguments.average_decay)
+    else:
+        weights = open_weights(arguments.checkpoint)
     config = weights.config if arguments.mtp == "keep" else without_mtp(weights.config)
     folder.mkdir(parents=True)
     tokens = _copy_tokenizer(weights.tokenizer_folder, folder)

@@ -2,6 +2,7 @@
 
 python recipes/generate.py runs/tiny --prompt "def main("
 python recipes/generate.py exported/tiny --prompt "import os" --temperature 0.7 --top_p 0.9 --seed 1
+python recipes/generate.py runs/chat --chat --prompt "What colour is the fox?"
 """
 
 import argparse
@@ -29,6 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("checkpoint", help="a run's folder (its newest checkpoint), a checkpoint's folder, or a Hugging Face folder")
     add("--prompt", required=True, help="the text to continue")
+    add("--chat", action="store_true", help="the prompt is a user's turn: answer it, by the tokenizer's chat template")
     add("--max_new_tokens", type=int, default=128, help="tokens to draw at most (default: 128)")
     add("--temperature", type=float, default=0.7, help="0 takes the likeliest token each time (default: 0.7)")
     add("--top_p", type=float, default=0.95, help="draw among the likeliest tokens that reach this sum (default: 0.95)")
@@ -57,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     if weights.tokenizer_folder is None:
         raise UserError(f"{arguments.checkpoint}: holds no tokenizer.json; copy the model's tokenizer into it")
     tokenizer: Any = load_tokenizer(weights.tokenizer_folder)
-    prompt_ids = tokenizer(arguments.prompt, add_special_tokens=False)["input_ids"]
+    prompt_ids = _prompt_ids(tokenizer, arguments)
     if not prompt_ids:  # an empty prompt begins a document
         prompt_ids = [tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id]
     room = weights.config.max_position_embeddings - len(prompt_ids)
@@ -76,9 +78,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     tokens: list[int] = []
     text = ""
-    if not arguments.json:
+    if not arguments.json and not arguments.chat:
         print(arguments.prompt, end="", flush=True)
     for piece in _pieces(tokenizer, (int(token) for token in drawn), tokens):
+        if arguments.chat and not text:
+            piece = piece.lstrip()  # the template's space before an answer
         text += piece
         if not arguments.json:
             print(piece, end="", flush=True)
@@ -102,6 +106,19 @@ def _check(arguments: argparse.Namespace) -> None:
         faults.append(f"--top_p {arguments.top_p}: must be above 0 and at most 1")
     if faults:
         raise UserError(*faults)
+
+
+def _prompt_ids(tokenizer: Any, arguments: argparse.Namespace) -> list[int]:
+    """Raises UserError: --chat without a chat template."""
+    if not arguments.chat:
+        return list(tokenizer(arguments.prompt, add_special_tokens=False)["input_ids"])
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"--chat: the tokenizer of {arguments.checkpoint} has no chat template; fine-tuning gives it one"
+        )
+    from recipes.data.chat_template import prompt_ids
+
+    return prompt_ids(tokenizer, [{"role": "user", "content": arguments.prompt}])
 
 
 def _pieces(tokenizer: Any, drawn: Iterator[int], tokens: list[int]) -> Iterator[str]:

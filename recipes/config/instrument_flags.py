@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 from recipes.config.errors import UserError
-from recipes.config.run_config import PretrainConfig
+from recipes.config.run_config import RunConfig
 
 STEPS_BEFORE_A_COUNT = 5  # the first steps are not like the others: caches fill, the optimizer makes its state
 
@@ -41,7 +41,7 @@ class ProfileSteps:
         return steps
 
 
-def check_instruments(config: PretrainConfig, device_type: str, done_steps: int, max_steps: int) -> None:
+def check_instruments(config: RunConfig, device_type: str, done_steps: int, max_steps: int) -> None:
     """Refuse what would do nothing in this run.
 
     Raises:

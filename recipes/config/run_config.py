@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import yaml
 
@@ -16,8 +16,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @dataclass
-class PretrainConfig:
-    """What `recipes/pretrain.py` can be told. Field names are the flags."""
+class RunConfig:
+    """What every recipe that trains can be told. Field names are the flags."""
 
     config: str | None = field(default=None, metadata={"help": "YAML file with any of these flags; flags win over it"})
     deepspeed_config: str | None = field(
@@ -26,46 +26,13 @@ class PretrainConfig:
     set: list[str] = field(
         default_factory=list, metadata={"help": "override a ds_config key: --set optimizer.params.lr=3e-4"}
     )
-    model: str = field(default="tiny", metadata={"help": "preset of model/presets/ or a config.json"})
-    init_from: str | None = field(
-        default=None, metadata={"help": "begin with the weights of a Hugging Face folder, a run or a checkpoint"}
-    )
-    data: list[str] = field(
-        default_factory=lambda: ["stdlib"],
-        metadata={
-            "help": "prepared folders, files (jsonl, txt, parquet), folders or hub ids, each with an optional =weight; "
-            "'stdlib' is the Python standard library's sources on this machine"
-        },
-    )
-    tokenizer: str | None = field(
-        default=None, metadata={"help": "tokenizer folder or hub id; default: byte-level BPE trained on the data"}
-    )
     seq_length: int | None = field(
         default=None, metadata={"help": "tokens per sequence; default: the model's longest, at most 4096"}
     )
     max_steps: int | None = field(default=None, metadata={"help": "optimizer steps of the whole run"})
-    train_tokens: int | None = field(default=None, metadata={"help": "length of the run in tokens, or --max_steps"})
     seed: int = field(default=1234, metadata={"help": "seed of the initial weights and of the data order"})
     global_batch_size: int | None = field(
         default=None, metadata={"help": "sequences per optimizer step; overrides the JSON's train_batch_size"}
-    )
-    batch_ramp: str | None = field(
-        default=None,
-        metadata={"help": "START:TOKENS, a global batch that grows from START sequences over so many tokens"},
-    )
-    lr_scaling: str = field(
-        default="sqrt", metadata={"help": "learning rate against global batch", "choices": ["sqrt", "linear", "none"]}
-    )
-    reference_batch_size: int = field(default=256, metadata={"help": "global batch at which the JSON's lr holds"})
-    lr_follows_batch: bool = field(
-        default=False, metadata={"help": "during --batch_ramp scale the learning rate with the batch of each step"}
-    )
-    bias_update_until_tokens: float | None = field(
-        default=None, metadata={"help": "tokens after which the expert bias stands still; DeepSeek-V3: 14.3e12"}
-    )
-    mtp_loss_weight_later: str | None = field(
-        default=None,
-        metadata={"help": "WEIGHT:TOKENS, the MTP loss's weight from so many tokens on; DeepSeek-V3: 0.1:10e12"},
     )
     gradient_checkpointing: str | None = field(
         default=None,
@@ -74,15 +41,6 @@ class PretrainConfig:
             "default: full where the ds_config has a section activation_checkpointing",
             "choices": ["none", "full", "selective"],
         },
-    )
-    document_mask: bool = field(
-        default=False, metadata={"help": "keep attention inside a document; off as in DeepSeek-V3"}
-    )
-    text_key: str = field(default="text", metadata={"help": "key or column of the text in jsonl, csv and parquet"})
-    holdout: float = field(default=0.1, metadata={"help": "part of the documents held out, by the hash of their text"})
-    on_error: str = field(
-        default="stop",
-        metadata={"help": "a bad record in the data: stop, replace or skip", "choices": ["stop", "replace", "skip"]},
     )
     verify_data: str = field(
         default="quick",
@@ -93,16 +51,6 @@ class PretrainConfig:
     )
     mixture_temperature: float = field(
         default=1.0, metadata={"help": "weight sources by size ** (1 / temperature) where --data gives no weights"}
-    )
-    packing: str = field(
-        default="concatenate",
-        metadata={
-            "help": "concatenate and cut documents as DeepSeek-V3 does, or fit them whole where they fit",
-            "choices": ["concatenate", "best_fit"],
-        },
-    )
-    fim_rate: float = field(
-        default=0.0, metadata={"help": "part of documents rearranged for fill-in-the-middle; DeepSeek-V3: 0.1"}
     )
     num_workers: int | None = field(
         default=None, metadata={"help": "processes a rank that prepare batches; default: none on CPU, else by cores"}
@@ -194,6 +142,123 @@ class PretrainConfig:
         """The arguments as written into run.json (the launcher's own left out)."""
         return {key: value for key, value in asdict(self).items() if key != "local_rank"}
 
+    def faults(self) -> list[str]:
+        """What is wrong with single values, a line each."""
+        faults = at_least(self, 1, "seq_length", "max_steps", "global_batch_size", "save_steps", "dist_timeout")
+        faults += at_least(self, 1, "max_nonfinite_steps")
+        faults += at_least(self, 0, "num_workers", "save_total_limit", "eval_steps", "seed")
+        faults += at_least(self, 0, "spike_window", "empty_cache_steps")
+        if not self.spike_deviations > 0:
+            faults.append(f"--spike_deviations {self.spike_deviations}: must be above 0, such as 6")
+        if self.on_spike != "warn" and not self.spike_window:
+            faults.append(f"--on_spike {self.on_spike} with --spike_window 0: no spike is ever found; write 100")
+        if self.overwrite and self.resume != "never":
+            faults.append(f"--overwrite with --resume {self.resume}: it deletes the run; write --resume never with it")
+        return faults
+
+    @property
+    def ds_overrides(self) -> list[str]:
+        """KEY=VALUE for the ds_config, from --set and from flags that stand for it; later ones win."""
+        return self.set
+
+    @property
+    def default_folder_name(self) -> str:
+        """Under runs/, of a run without --output_dir."""
+        raise NotImplementedError
+
+
+def at_least(config: Any, least: int, *names: str) -> list[str]:
+    """A fault for each of the fields that is given and lower."""
+    values = {name: getattr(config, name) for name in names}
+    return [f"--{n} {v}: must be at least {least}" for n, v in values.items() if v is not None and v < least]
+
+
+@dataclass
+class PretrainConfig(RunConfig):
+    """What `recipes/pretrain.py` can be told beside that."""
+
+    model: str = field(default="tiny", metadata={"help": "preset of model/presets/ or a config.json"})
+    init_from: str | None = field(
+        default=None, metadata={"help": "begin with the weights of a Hugging Face folder, a run or a checkpoint"}
+    )
+    data: list[str] = field(
+        default_factory=lambda: ["stdlib"],
+        metadata={
+            "help": "prepared folders, files (jsonl, txt, parquet), folders or hub ids, each with an optional =weight; "
+            "'stdlib' is the Python standard library's sources on this machine"
+        },
+    )
+    tokenizer: str | None = field(
+        default=None, metadata={"help": "tokenizer folder or hub id; default: byte-level BPE trained on the data"}
+    )
+    train_tokens: int | None = field(default=None, metadata={"help": "length of the run in tokens, or --max_steps"})
+    batch_ramp: str | None = field(
+        default=None,
+        metadata={"help": "START:TOKENS, a global batch that grows from START sequences over so many tokens"},
+    )
+    lr_scaling: str = field(
+        default="sqrt", metadata={"help": "learning rate against global batch", "choices": ["sqrt", "linear", "none"]}
+    )
+    reference_batch_size: int = field(default=256, metadata={"help": "global batch at which the JSON's lr holds"})
+    lr_follows_batch: bool = field(
+        default=False, metadata={"help": "during --batch_ramp scale the learning rate with the batch of each step"}
+    )
+    bias_update_until_tokens: float | None = field(
+        default=None, metadata={"help": "tokens after which the expert bias stands still; DeepSeek-V3: 14.3e12"}
+    )
+    mtp_loss_weight_later: str | None = field(
+        default=None,
+        metadata={"help": "WEIGHT:TOKENS, the MTP loss's weight from so many tokens on; DeepSeek-V3: 0.1:10e12"},
+    )
+    document_mask: bool = field(
+        default=False, metadata={"help": "keep attention inside a document; off as in DeepSeek-V3"}
+    )
+    text_key: str = field(default="text", metadata={"help": "key or column of the text in jsonl, csv and parquet"})
+    holdout: float = field(default=0.1, metadata={"help": "part of the documents held out, by the hash of their text"})
+    on_error: str = field(
+        default="stop",
+        metadata={"help": "a bad record in the data: stop, replace or skip", "choices": ["stop", "replace", "skip"]},
+    )
+    packing: str = field(
+        default="concatenate",
+        metadata={
+            "help": "concatenate and cut documents as DeepSeek-V3 does, or fit them whole where they fit",
+            "choices": ["concatenate", "best_fit"],
+        },
+    )
+    fim_rate: float = field(
+        default=0.0, metadata={"help": "part of documents rearranged for fill-in-the-middle; DeepSeek-V3: 0.1"}
+    )
+    ema_decay: float | None = field(
+        default=None,
+        metadata={"help": "keep an exponential moving average of the weights on the CPU, with this decay a step"},
+    )
+    ema_steps: int | None = field(
+        default=None,
+        metadata={"help": "steps between updates of that average, each of which gathers the fp32 weights; default: 10"},
+    )
+
+    def faults(self) -> list[str]:
+        """As RunConfig.faults."""
+        faults = super().faults() + at_least(self, 1, "train_tokens", "reference_batch_size", "ema_steps")
+        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
+            faults.append(f"--ema_decay {self.ema_decay}: must be above 0 and below 1")
+        if self.ema_steps is not None and self.ema_decay is None:
+            faults.append(f"--ema_steps {self.ema_steps}: there is no average without --ema_decay; give it too")
+        if self.max_steps and self.train_tokens:
+            faults.append("--max_steps and --train_tokens: both state the length of the run; give one")
+        if not self.data:
+            faults.append("--data: needs at least one source")
+        return faults
+
+    @property
+    def default_folder_name(self) -> str:
+        """The model's name."""
+        return Path(self.model).stem
+
+
+Config = TypeVar("Config", bound=RunConfig)
+
 
 def _yaml_arguments(path: str, known: set[str]) -> list[str]:
     """A preset's content as command-line words, so that one parser checks both."""
@@ -224,7 +289,18 @@ def _unknown(name: str, known: set[str], prefix: str = "--") -> str:
 
 
 def parse_pretrain_config(argv: Sequence[str] | None = None) -> PretrainConfig:
-    """Parse the command line (default: this process's).
+    """Parse pretrain.py's command line; see parse_config."""
+    return parse_config(
+        PretrainConfig,
+        argv,
+        prog="recipes/pretrain.py",
+        description="Pre-train a DeepSeek-style transformer. Without any flag: the tiny model on the Python "
+        "standard library's sources.",
+    )
+
+
+def parse_config(kind: type[Config], argv: Sequence[str] | None, *, prog: str, description: str) -> Config:
+    """Parse a command line (default: this process's) into one of the dataclasses above.
 
     Raises:
         UserError: an unknown flag or key, a value of the wrong type or out of its range.
@@ -239,14 +315,13 @@ def parse_pretrain_config(argv: Sequence[str] | None = None) -> PretrainConfig:
 
     # mypy: transformers types the dataclass argument too narrowly
     parser = Parser(
-        cast(Any, PretrainConfig),
-        prog="recipes/pretrain.py",
-        description="Pre-train a DeepSeek-style transformer. Without any flag: the tiny model on the Python "
-        "standard library's sources.",
+        cast(Any, kind),
+        prog=prog,
+        description=description,
         allow_abbrev=False,
         conflict_handler="resolve",
     )
-    flags = {f.name: f for f in fields(PretrainConfig)}
+    flags = {f.name: f for f in fields(kind)}
     # HfArgumentParser would let a second --set replace the first
     parser.add_argument("--set", nargs="+", action="extend", help=flags["set"].metadata["help"])
     known = set(flags)
@@ -265,8 +340,9 @@ def parse_pretrain_config(argv: Sequence[str] | None = None) -> PretrainConfig:
         raise UserError(*(unknown or [f"unexpected argument {rest[0]!r}; every value belongs to a flag"]))
     values = {key: value for key, value in vars(namespace).items() if key in known}
     values["set"] = values["set"] or []
-    config = PretrainConfig(**values)
-    _check(config)
+    config = kind(**values)
+    if faults := config.faults():
+        raise UserError(*faults)
     return config
 
 
@@ -280,32 +356,8 @@ def _value_of(words: list[str], flag: str) -> str | None:
     return None
 
 
-def _check(config: PretrainConfig) -> None:
-    faults = []
-    positive = ("seq_length", "max_steps", "train_tokens", "global_batch_size", "reference_batch_size", "save_steps")
-    for name in (*positive, "dist_timeout", "max_nonfinite_steps"):
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            faults.append(f"--{name} {value}: must be at least 1")
-    for name in ("num_workers", "save_total_limit", "eval_steps", "seed", "spike_window", "empty_cache_steps"):
-        if (getattr(config, name) or 0) < 0:
-            faults.append(f"--{name} {getattr(config, name)}: must be at least 0")
-    if not config.spike_deviations > 0:
-        faults.append(f"--spike_deviations {config.spike_deviations}: must be above 0, such as 6")
-    if config.on_spike != "warn" and not config.spike_window:
-        faults.append(f"--on_spike {config.on_spike} with --spike_window 0: no spike is ever found; write 100")
-    if config.max_steps and config.train_tokens:
-        faults.append("--max_steps and --train_tokens: both state the length of the run; give one")
-    if config.overwrite and config.resume != "never":
-        faults.append(f"--overwrite with --resume {config.resume}: it deletes the run; write --resume never with it")
-    if not config.data:
-        faults.append("--data: needs at least one source")
-    if faults:
-        raise UserError(*faults)
-
-
-def run_folder(config: PretrainConfig) -> Path:
+def run_folder(config: RunConfig) -> Path:
     """The run's folder: `--output_dir`, or runs/<model> beside the recipes."""
     if config.output_dir:
         return Path(config.output_dir).expanduser().resolve()
-    return REPOSITORY / "runs" / Path(config.model).stem
+    return REPOSITORY / "runs" / config.default_folder_name

@@ -48,7 +48,10 @@ class SplitManifest:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What `manifest.json` says. fim_tokens: ids of (prefix, suffix, middle), or None where the tokenizer has none."""
+    """What `manifest.json` says. fim_tokens: ids of (prefix, suffix, middle), or None where the tokenizer has none.
+
+    kind: "text", or "conversations", whose tokens carry a bit of their own (see conversation_corpus).
+    """
 
     inputs: list[str]  # as they were named
     fingerprint: str  # of what decided the content: inputs and settings
@@ -62,6 +65,7 @@ class Manifest:
     counts: dict[str, int]
     splits: dict[str, SplitManifest]
     content_hash: str
+    kind: str = "text"
 
     def write(self, folder: Path) -> None:
         document = {"format": FORMAT_NAME, "version": FORMAT_VERSION, **asdict(self)}
@@ -186,17 +190,22 @@ class PreparedCorpus:
         )
 
     @classmethod
-    def open(cls, folder: str | Path, split: str = "train", verify: str = "quick") -> "PreparedCorpus":
+    def open(
+        cls, folder: str | Path, split: str = "train", verify: str = "quick", kind: str = "text"
+    ) -> "PreparedCorpus":
         """Open a split after verifying its files.
 
         Args:
             verify: "quick": each file's size, and its hash where the split has at most QUICK_HASH_BYTES; "full": size
                 and hash of every file.
+            kind: what it must hold, "text" or "conversations".
         Raises:
             UserError: no prepared folder, or a file that is missing or altered; all such files at once.
         """
         folder = Path(folder)
         manifest = Manifest.read(folder)
+        if manifest.kind != kind:
+            raise UserError(f"{folder}: holds prepared {manifest.kind}, where {kind} is needed")
         if faults := find_damage(folder, manifest, split, verify):
             raise UserError(*faults)
         return cls(folder, split, manifest)

@@ -64,8 +64,7 @@ class TrainingData:
         self.seed = seed
         self.document_mask = document_mask
         self.packings = [
-            make_packing(corpus, seq_length, packing, fim_rate, seed + number)
-            for number, corpus in enumerate(self.corpora)
+            self.pack(corpus, packing, fim_rate, seed + number) for number, corpus in enumerate(self.corpora)
         ]
         self.sizes = [part.num_sequences for part in self.packings]
         faults = [
@@ -79,6 +78,10 @@ class TrainingData:
         self.num_sequences = sum(self.sizes)
         self.first_ids = [0, *itertools.accumulate(self.sizes)]
         self.mixture = Mixture([weight for _, weight in sources])
+
+    def pack(self, corpus: PreparedCorpus, packing: str, fim_rate: float, seed: int) -> Packing:
+        """The packing of one source."""
+        return make_packing(corpus, self.seq_length, packing, fim_rate, seed)
 
     def locate(self, global_index: int) -> tuple[int, int, int]:
         """(source, sequence within the source, epoch of the source) of the run's sequence `global_index`."""

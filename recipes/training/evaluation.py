@@ -1,7 +1,7 @@
 """Loss on the held-out documents."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,22 +19,33 @@ class Evaluation:
     mtp_acceptance: float | None  # of the first MTP depth's drafts, in speculative decoding; None without MTP
 
 
-@torch.no_grad()
 def evaluate(engine: Any, batches: Iterable[dict[str, Tensor]], text_bytes: int) -> Evaluation:
     """Run the engine over this rank's batches; every rank must have the same number of them.
 
     Args:
         text_bytes: UTF-8 bytes of the held-out texts, all ranks' together.
     """
-    totals = torch.zeros(4, device=engine.device, dtype=torch.float64)  # nats, tokens, MTP drafts accepted, drafts
     engine.eval()
+    totals = sum_losses(engine, batches, engine.device)
+    engine.train()
+    torch.distributed.all_reduce(totals)
+    return as_evaluation(totals, text_bytes)
+
+
+@torch.no_grad()
+def sum_losses(model: Callable[..., Any], batches: Iterable[dict[str, Tensor]], device: torch.device | str) -> Tensor:
+    """(nats, tokens, MTP drafts accepted, drafts) over the batches, (4,) float64; `model` is in eval mode."""
+    totals = torch.zeros(4, device=device, dtype=torch.float64)
     for batch in batches:
-        output = engine(**{name: tensor.to(engine.device) for name, tensor in batch.items()})
+        output = model(**{name: tensor.to(device) for name, tensor in batch.items()})
         totals[:2] += torch.stack([output["cross_entropy_sum"].double(), output["label_count"].double()])
         if "mtp_accepted_count" in output:
             totals[2:] += torch.stack([output["mtp_accepted_count"], output["mtp_label_count"][0]])
-    engine.train()
-    torch.distributed.all_reduce(totals)
+    return totals
+
+
+def as_evaluation(totals: Tensor, text_bytes: int) -> Evaluation:
+    """From the sums over all ranks."""
     nats, tokens, accepted, drafts = totals.tolist()
     return Evaluation(
         loss=nats / tokens,

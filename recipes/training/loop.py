@@ -14,8 +14,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from model.flops import training_flops_per_token
+from recipes.data.conversation_data import evaluation_batches
 from recipes.data.corpus import PreparedCorpus
-from recipes.data.loader import StepBatch, TrainingData, heldout_batches, step_batches
+from recipes.data.loader import StepBatch, TrainingData, step_batches
 from recipes.training.checkpoint import CheckpointWriter
 from recipes.training.checkpoint_files import TrainingState, checkpoints_folder
 from recipes.training.device_peak import device_peak_flops
@@ -23,6 +24,7 @@ from recipes.training.evaluation import Evaluation, evaluate
 from recipes.training.instruments import Instruments
 from recipes.training.loss_scale import UpdateControl
 from recipes.training.metrics import MetricsWriter, step_metrics
+from recipes.training.moving_average import MovingAverage
 from recipes.training.plan_run import RunPlan
 from recipes.training.run_log import logger
 from recipes.training.spikes import SpikeWatch, next_sample
@@ -45,6 +47,7 @@ class TrainingRun:
     state: TrainingState
     signals: StopSignals = field(default_factory=StopSignals)
     stopped_by: str | None = None  # the signal that ended the run before its last step
+    moving_average: MovingAverage | None = None
 
     @property
     def tokenizer_folder(self) -> Path:
@@ -143,6 +146,8 @@ class TrainingRun:
         state.tokens += result.label_tokens
         state.skipped_steps += not result.applied
         self._spike_watch.remember(state.recent_losses, result.loss)
+        if self.moving_average and result.applied:
+            self.moving_average.update(state.step)
         return result
 
     def _on_device(self, batch: StepBatch) -> list[dict[str, Tensor]]:
@@ -274,6 +279,8 @@ class TrainingRun:
         best = evaluation is not None and evaluation.loss <= (state.best_eval_loss or evaluation.loss)
         if best and evaluation:
             state.best_eval_loss = evaluation.loss
+        if self.moving_average:
+            self.moving_average.save(state.step)
         stall = self.writer.save(state, best)
         if metrics:
             metrics.write_event("save", state.step, stall_seconds=round(stall, 4))
@@ -304,7 +311,7 @@ def evaluate_heldout(engine: Any, plan: RunPlan, heldout: list[PreparedCorpus]) 
     if not heldout:
         return None
     share_batches = functools.partial(
-        heldout_batches,
+        evaluation_batches,
         seq_length=plan.seq_length,
         micro_batch_size=plan.resolved.micro_batch_size,
         rank=plan.launch.rank,

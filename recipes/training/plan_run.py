@@ -21,8 +21,9 @@ from recipes.config.ds_config import (
     resolve_ds_config,
 )
 from recipes.config.errors import UserError
+from recipes.config.finetune_config import FinetuneConfig
 from recipes.config.instrument_flags import check_instruments
-from recipes.config.run_config import PretrainConfig, run_folder
+from recipes.config.run_config import PretrainConfig, RunConfig, run_folder
 from recipes.data.loader import default_num_workers
 from recipes.training.checkpoint_files import CheckpointError, TrainingState, read_state
 from recipes.training.data_sources import check_data
@@ -45,7 +46,7 @@ LONGEST_DEFAULT_SEQUENCE = 4096  # what DeepSeek's models are pre-trained with
 class RunPlan:
     """A run, resolved and checked."""
 
-    config: PretrainConfig
+    config: PretrainConfig | FinetuneConfig
     launch: Launch
     device_type: str
     folder: Path
@@ -121,29 +122,57 @@ class RunPlan:
 
 
 def plan_run(config: PretrainConfig, launch: Launch) -> RunPlan:
-    """Resolve and check a run without starting or writing anything.
+    """Resolve and check a pre-training run without starting or writing anything.
 
     Raises:
         UserError: with everything that is wrong.
     """
     model = _load_model(config.model)
-    seq_length = config.seq_length or min(model.max_position_embeddings, LONGEST_DEFAULT_SEQUENCE)
-    if seq_length > model.max_position_embeddings:
-        raise UserError(
-            f"--seq_length {seq_length}: {config.model} takes at most {model.max_position_embeddings} positions "
-            "(max_position_embeddings)"
-        )
-    folder = run_folder(config)
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"--output_dir {folder}: is a file; give a folder")
     check_data(config)
     if config.mtp_loss_weight_later:
         parse_later_weight(config.mtp_loss_weight_later)
     if config.init_from:
         _check_initial_weights(config.init_from, model)
+    max_steps = config.max_steps or (None if config.train_tokens else DEFAULT_MAX_STEPS)
+    return resolve_run(config, launch, model, max_steps=max_steps, train_tokens=config.train_tokens)
+
+
+def choose_seq_length(config: RunConfig, model: ModelConfig) -> int:
+    """Tokens per sequence: as the flag says, or the most that the model takes, up to what DeepSeek pre-trains with.
+
+    Raises:
+        UserError: more than the model takes.
+    """
+    seq_length = config.seq_length or min(model.max_position_embeddings, LONGEST_DEFAULT_SEQUENCE)
+    if seq_length > model.max_position_embeddings:
+        raise UserError(
+            f"--seq_length {seq_length}: the model takes at most {model.max_position_embeddings} positions "
+            "(max_position_embeddings)"
+        )
+    return seq_length
+
+
+def resolve_run(
+    config: PretrainConfig | FinetuneConfig,
+    launch: Launch,
+    model: ModelConfig,
+    *,
+    max_steps: int | None,
+    train_tokens: int | None,
+) -> RunPlan:
+    """Resolve and check what every recipe that trains shares: lengths, folder, ds_config, what to resume from.
+
+    Args:
+        max_steps, train_tokens: the run's length, one of the two.
+    Raises:
+        UserError: with everything that is wrong.
+    """
+    seq_length = choose_seq_length(config, model)
+    folder = run_folder(config)
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--output_dir {folder}: is a file; give a folder")
     device = device_type()
     source = config.deepspeed_config or str(choose_ds_config(device, launch.world_size, prefers_bf16()))
-    max_steps = config.max_steps or (None if config.train_tokens else DEFAULT_MAX_STEPS)
     facts = RunFacts(
         world_size=launch.world_size,
         device_type=device,
@@ -152,14 +181,16 @@ def plan_run(config: PretrainConfig, launch: Launch) -> RunPlan:
         seq_length=seq_length,
         global_batch_size=config.global_batch_size,
         max_steps=max_steps,
-        train_tokens=config.train_tokens,
+        train_tokens=train_tokens,
         lr_scaling=config.lr_scaling,
         reference_batch_size=config.reference_batch_size,
         compiler_available=has_compiler(),
         output_dir=folder,
         batch_ramp=BatchRamp.parse(config.batch_ramp) if config.batch_ramp else None,
     )
-    resolved = resolve_ds_config(apply_overrides(load_ds_config(source), config.set), source=source, facts=facts)
+    resolved = resolve_ds_config(
+        apply_overrides(load_ds_config(source), config.ds_overrides), source=source, facts=facts
+    )
     check_fresh_folder(folder, config.resume, config.overwrite)
     if config.log_group_norms and enabled(resolved.config, "expert_parallel"):
         raise UserError(

@@ -1,9 +1,10 @@
-"""One pre-training run from its plan to its report."""
+"""One run from its plan to its report: the part that all recipes share, and pre-training."""
 
 import contextlib
 import json
 import random
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +16,8 @@ import torch
 from model.transformer import DeepseekForCausalLM
 from recipes.cluster.launch import set_cpu_threads, start_process_group
 from recipes.config.errors import EXIT_SUCCESS, UserError
+from recipes.config.run_config import PretrainConfig
+from recipes.data.corpus import PreparedCorpus
 from recipes.data.loader import TrainingData
 from recipes.training.checkpoint import load_checkpoint
 from recipes.training.checkpoint_files import TrainingState, checkpoints_folder, read_state
@@ -25,6 +28,7 @@ from recipes.training.evaluation import Evaluation
 from recipes.training.finished import clear_finished, write_finished
 from recipes.training.initial_weights import check_same_on_every_rank, copy_weights, draw_weights
 from recipes.training.loop import TrainingRun
+from recipes.training.moving_average import MovingAverage
 from recipes.training.plan_run import RunPlan
 from recipes.training.report import write_report
 from recipes.training.resume import layout_changes, newest_verified, prepare_run_folder
@@ -45,31 +49,43 @@ def pretrain(plan: RunPlan) -> int:
         TrainingFault: training could not go on.
     """
     begin = time.perf_counter()
-    run = open_run(plan)
-    with faults_logged():
-        evaluation = run.train()
-    if run.stopped_by:
-        logger.warning("%s: saved at step %d", run.stopped_by, run.state.step, extra=PRINTED)
-        if plan.launch.is_main:
-            go_on = resume_command(plan, profile=None)  # the steps to profile may be past
-            print(f"{run.stopped_by}: saved at step {run.state.step}; to go on: {go_on}", flush=True)
-        return EXIT_STOPPED
-    logger.info("finished %d steps", run.state.step, extra=PRINTED)
-    sample = sample_text(run.engine, run.tokenizer_folder)
-    if plan.launch.is_main:
-        _conclude(plan, evaluation, sample, time.perf_counter() - begin)
-    return EXIT_SUCCESS
+    return carry_out(open_run(plan), sample_text, begin)
 
 
 def open_run(plan: RunPlan) -> TrainingRun:
-    """A run where it stands: data open, engine built, its checkpoint loaded."""
+    """A pre-training run where it stands: data open, engine built, its checkpoint loaded."""
+    assert isinstance(plan.config, PretrainConfig)
+    # Before the process group: tokenizing may outlast its timeout.
+    sources, heldout = open_sources(plan.config, plan.model)
+    data = TrainingData(
+        sources,
+        plan.seq_length,
+        plan.config.seed,
+        document_mask=plan.config.document_mask,
+        packing=plan.config.packing,
+        fim_rate=plan.config.fim_rate,
+    )
+    return start_run(plan, sources, data, heldout, _fill)
+
+
+def start_run(
+    plan: RunPlan,
+    sources: list[tuple[PreparedCorpus, float]],
+    data: TrainingData,
+    heldout: list[PreparedCorpus],
+    fill: Callable[[DeepseekForCausalLM, RunPlan, bool], None],
+) -> TrainingRun:
+    """Join the process group, build the engine, and load the checkpoint to go on from, if there is one.
+
+    Args:
+        sources: (training corpus, its part of the tokens) for each source of `data`.
+        fill: (model, plan, fresh) gives the model its first values, the same on every rank.
+    """
     set_cpu_threads(plan.launch)
     if plan.config.deterministic:
         make_deterministic(plan.device_type, plan.launch.is_main)
     if plan.launch.is_main and plan.config.resume != "never":  # never may yet refuse, and then this run is not its own
         clear_finished(plan.folder)
-    # Before the process group: tokenizing may outlast its timeout.
-    sources, heldout = open_sources(plan.config, plan.model)
     plan.nccl.apply()
     start_process_group(plan.launch, plan.resolved.config, timedelta(seconds=plan.config.dist_timeout))
     newest = newest_verified(
@@ -82,21 +98,41 @@ def open_run(plan: RunPlan) -> TrainingRun:
     start_run_log(plan.folder, plan.launch.rank, plan.config.log_level)
     seed_everything(plan.config.seed + plan.launch.rank)
     model = build_model(plan.model, plan.resolved.config)
-    _fill(model, plan, fresh=newest is None)
+    fill(model, plan, newest is None)
     engine = build_engine(model, plan.resolved.config, plan.schedule.multiplier)
     engine.module.set_gradient_checkpointing(plan.config.gradient_checkpointing or plan.resolved.gradient_checkpointing)
     settings = settings_of(plan, sources)
     state = _resume(engine, plan, newest, settings) if newest else TrainingState()
     state = replace(state, settings=settings, **plan.layout)  # from here on this run's
-    data = TrainingData(
-        sources,
-        plan.seq_length,
-        plan.config.seed,
-        document_mask=plan.config.document_mask,
-        packing=plan.config.packing,
-        fim_rate=plan.config.fim_rate,
-    )
-    return TrainingRun(plan, engine, data, heldout, state)
+    run = TrainingRun(plan, engine, data, heldout, state)
+    if plan.config.ema_decay:
+        run.moving_average = MovingAverage(
+            engine, decay=plan.config.ema_decay, every=plan.config.ema_steps, run=plan.folder, step=state.step
+        )
+    return run
+
+
+def carry_out(run: TrainingRun, sample: Callable[[Any, Path], str], begin: float) -> int:
+    """Train to the end, or until a signal, and say what came of it.
+
+    Args:
+        sample: (engine, the tokenizer's folder) -> a text by the trained model; all ranks call it.
+        begin: time.perf_counter() when the run's work began [s].
+    """
+    plan = run.plan
+    with faults_logged():
+        evaluation = run.train()
+    if run.stopped_by:
+        logger.warning("%s: saved at step %d", run.stopped_by, run.state.step, extra=PRINTED)
+        if plan.launch.is_main:
+            go_on = resume_command(plan, profile=None)  # the steps to profile may be past
+            print(f"{run.stopped_by}: saved at step {run.state.step}; to go on: {go_on}", flush=True)
+        return EXIT_STOPPED
+    logger.info("finished %d steps", run.state.step, extra=PRINTED)
+    text = sample(run.engine, run.tokenizer_folder)
+    if plan.launch.is_main:
+        _conclude(plan, evaluation, text, time.perf_counter() - begin)
+    return EXIT_SUCCESS
 
 
 def _resume(engine: Any, plan: RunPlan, checkpoint: Path, settings: dict[str, Any]) -> TrainingState:

@@ -12,23 +12,29 @@ SAMPLE_TOKENS = 48
 SAMPLE_TEMPERATURE = 0.7
 
 
-@torch.no_grad()
 def sample_text(engine: Any, tokenizer_folder: Path, prompt: str = "def ", seed: int = 0) -> str:
-    """Continue a prompt; all ranks call it, as ZeRO-3 gathers the weights for each forward.
-
-    Every rank draws the same tokens, from the same seed and the same logits.
-    """
+    """Continue a prompt; all ranks call it, as ZeRO-3 gathers the weights for each forward."""
     tokenizer = load_tokenizer(str(tokenizer_folder))
     tokens: list[int] = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    tokens += sample_tokens(engine, tokens, tokenizer.eos_token_id, temperature=SAMPLE_TEMPERATURE, seed=seed)
+    return str(tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+@torch.no_grad()
+def sample_tokens(
+    engine: Any, prompt: list[int], stop_id: int, *, temperature: float, seed: int = 0, use_cache: bool = True
+) -> list[int]:
+    """What the model says after a prompt; every rank draws the same, from the same seed and the same logits."""
     engine.eval()
     drawn = generate_tokens(
         engine.module,
-        torch.tensor([tokens], device=engine.device),
-        max_new_tokens=min(SAMPLE_TOKENS, engine.module.config.max_position_embeddings - len(tokens)),
-        temperature=SAMPLE_TEMPERATURE,
+        torch.tensor([prompt], device=engine.device),
+        max_new_tokens=min(SAMPLE_TOKENS, engine.module.config.max_position_embeddings - len(prompt)),
+        temperature=temperature,
         generator=torch.Generator().manual_seed(seed),
-        stop_ids=[tokenizer.eos_token_id],
+        stop_ids=[stop_id],
+        use_cache=use_cache,
     )
-    tokens = tokens + [int(token) for token in drawn]
+    tokens = [int(token) for token in drawn]
     engine.train()
-    return str(tokenizer.decode(tokens, skip_special_tokens=True))
+    return tokens

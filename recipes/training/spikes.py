@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from recipes.config.errors import TrainingFault
-from recipes.config.run_config import PretrainConfig
+from recipes.config.run_config import RunConfig
 from recipes.training.checkpoint import load_checkpoint
 from recipes.training.checkpoint_files import TrainingState, list_checkpoints, read_state
 from recipes.training.metrics import MetricsWriter
@@ -81,7 +81,7 @@ class SpikeWatch:
         checkpoints: the run's folder of them, to go back to.
     """
 
-    def __init__(self, engine: Any, config: PretrainConfig, checkpoints: Path) -> None:
+    def __init__(self, engine: Any, config: RunConfig, checkpoints: Path) -> None:
         self._engine, self._config, self._checkpoints = engine, config, checkpoints
         self._spike: Spike | None = None  # of the step that is being taken
 

@@ -14,6 +14,7 @@ from model.hf_weights import INDEX, SINGLE, WeightsError, parts_of_folder, parts
 from model.transformer import DeepseekForCausalLM
 from recipes.config.errors import UserError
 from recipes.training.checkpoint_weights import load_model_state
+from recipes.training.merged_adapters import MergedTensors, has_adapters, with_frozen, without_adapters
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,9 @@ def open_weights(path: str | Path) -> TrainedWeights:
         has_tokenizer = (folder / "tokenizer.json").is_file()
         return TrainedWeights(config, lambda wanted: parts_of_folder(folder, wanted), folder if has_tokenizer else None)
     config, state, tokenizer_folder = load_model_state(folder)
+    if has_adapters(config):
+        merged = MergedTensors(with_frozen(state, tokenizer_folder.parent), config)
+        return TrainedWeights(without_adapters(config), lambda wanted: parts_of_state(merged, wanted), tokenizer_folder)
     return TrainedWeights(config, lambda wanted: parts_of_state(state, wanted), tokenizer_folder)
 
 
