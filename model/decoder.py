@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from model.attention import LatentCache, MultiheadAttention, MultiheadLatentAttention
 from model.config import ModelConfig
 from model.layers import RMSNorm, SwiGLU
-from model.moe import DeepseekMoE, RoutingStatistics, TopkRouter
+from model.moe import DeepseekMoE, Router, RoutingStatistics
 
 CheckpointPolicy = Literal["none", "full", "selective"]
 CheckpointFunction = Callable[..., Any]  # (function, *tensors) -> the function's result
@@ -52,10 +52,9 @@ class DecoderLayer(nn.Module):
         self._policy, self._checkpoint = policy, checkpoint_function
 
     @property
-    def router(self) -> TopkRouter | None:
-        """The router of this layer's own MoE block; None in a dense layer, or where AutoEP has replaced the block."""
-        gate = getattr(self.mlp, "gate", None)
-        return gate if isinstance(gate, TopkRouter) else None
+    def router(self) -> Router | None:
+        """The router of this layer's MoE block, ours or one put in its place; None in a dense layer."""
+        return next((child for child in self.mlp.children() if isinstance(child, Router)), None)
 
     def forward(
         self,

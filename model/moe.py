@@ -30,27 +30,27 @@ class RoutingStatistics(NamedTuple):
     entropy_sum: Tensor
 
 
-class TopkRouter(nn.Module):
-    """Chooses K of E experts for each token; scores and choice in at least float32.
+class Router(nn.Module):
+    """Decides which K of E experts a token goes to, from its logits; in at least float32, whatever the model's type.
 
-    `e_score_correction_bias` (E,) float32 enters the choice alone and is moved by `update_expert_bias`; it exists for
-    topk_method noaux_tc only. `tokens_per_expert` (E,) counts the choices of all micro-batches since it was zeroed, and
-    `entropy_sum` () adds up their tokens' routing entropy; as a buffer DeepSpeed would round it to half precision.
+    A subclass computes the logits. `e_score_correction_bias` (E,) float32 enters the choice alone and is moved by
+    `update_expert_bias`; it exists for topk_method noaux_tc only. `tokens_per_expert` (E,) counts the choices of all
+    micro-batches since it was zeroed, and `entropy_sum` () adds up their tokens' routing entropy; as a buffer DeepSpeed
+    would round it to half precision.
     Source: DeepSeek-V3 (arXiv 2412.19437), eq. 13-16 and sec. 2.1.2; DeepSeek-V2 (arXiv 2405.04434), sec. 2.2.2.
     """
 
     e_score_correction_bias: Tensor | None
     tokens_per_expert: Tensor
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
+    def configure(self, config: ModelConfig) -> None:
+        """Take the rules of routing from a model's configuration, and start with no bias and no counts."""
         assert config.n_routed_experts and config.num_experts_per_tok
         self.experts, self.top_k = config.n_routed_experts, config.num_experts_per_tok
         self.groups, self.kept_groups = config.n_group, config.topk_group
         self.scoring_func, self.topk_method = config.scoring_func, config.topk_method
         self.normalizes, self.scaling_factor = config.norm_topk_prob, config.routed_scaling_factor
         self.balance_loss_alpha = config.balance_loss_alpha
-        self.weight = nn.Parameter(torch.empty(self.experts, config.hidden_size))
         # Made of integers: DeepSpeed's zero.Init turns what torch.zeros makes in floating point to half precision.
         bias = torch.zeros(self.experts, dtype=torch.int64).to(torch.float32) if config.balances_by_bias else None
         self.register_buffer("e_score_correction_bias", bias)
@@ -58,7 +58,7 @@ class TopkRouter(nn.Module):
         self.entropy_sum: Tensor | None = None
         self._last_routing: Routing | None = None
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "TopkRouter":
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
         """Follow .to(), .half() and their like, but keep the bias float32: steps of 0.001 vanish in half precision."""
         before = self.e_score_correction_bias
         super()._apply(fn, recurse)
@@ -68,15 +68,13 @@ class TopkRouter(nn.Module):
             self.e_score_correction_bias = source.to(device=after.device, dtype=before.dtype)
         return self
 
-    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """
         Args:
-            hidden: (T, H).
+            logits: (T, E), at least float32.
         Returns:
-            indices (T, K) int64; weights (T, K) of their outputs, in at least float32.
+            indices (T, K) int64; weights (T, K) of their outputs, in the logits' dtype.
         """
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
-        logits = F.linear(hidden.to(dtype), self.weight.to(dtype))
         scores = logits.sigmoid() if self.scoring_func == "sigmoid" else logits.softmax(-1)
         indices = self.choose(scores.detach())
         weights = scores.gather(1, indices)  # unbiased: eq. 16
@@ -137,6 +135,25 @@ class TopkRouter(nn.Module):
         self.tokens_per_expert.zero_()
         self.entropy_sum = None
         return counts, torch.zeros((), device=counts.device) if entropy_sum is None else entropy_sum
+
+
+class TopkRouter(Router):
+    """The router of this model's own MoE block."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.configure(config)
+        self.weight = nn.Parameter(torch.empty(self.experts, config.hidden_size))
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """(T, H) -> indices and weights as `route` gives them."""
+        return self.route(wide_logits(hidden, self.weight))
+
+
+def wide_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """(T, H), (E, H) -> (T, E) in at least float32, which routing needs also where the model computes in less."""
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    return F.linear(hidden.to(dtype), weight.to(dtype))
 
 
 class DeepseekMoE(nn.Module):
@@ -225,8 +242,11 @@ def update_expert_bias(bias: Tensor, tokens_per_expert: Tensor, speed: float) ->
     bias.sub_(excess.sign().to(bias.dtype), alpha=speed)
 
 
-def iter_routers(model: nn.Module) -> Iterator[tuple[str, TopkRouter]]:
-    """Every router of a model with its module name, the MTP layers' included, in the order of the layers."""
+def iter_routers(model: nn.Module) -> Iterator[tuple[str, Router]]:
+    """Every router of a model, the MTP layers' included, in the order of the layers.
+
+    Its name is `model.layers.N.mlp.gate` also where another block has taken the place of ours and calls it otherwise.
+    """
     for name, module in model.named_modules():
-        if isinstance(module, TopkRouter):
-            yield name, module
+        if isinstance(module, Router):
+            yield f"{name.rpartition('.')[0]}.gate", module

@@ -202,9 +202,9 @@ class DeepseekForCausalLM(nn.Module):
             assert isinstance(layer, DecoderLayer)
             layer.set_gradient_checkpointing(policy, checkpoint_function or torch_checkpoint)
 
-    def init_parameter_(self, name: str, tensor: Tensor, seed: int) -> None:
-        """Fill one parameter by its name, whole and in place; see `initialize_parameter_`."""
-        initialize_parameter_(name, tensor, std=self.config.initializer_range, seed=seed)
+    def init_parameter_(self, name: str, tensor: Tensor, seed: int, rows: range | None = None) -> None:
+        """Fill one parameter, or some of its rows, by its name and in place; see `initialize_parameter_`."""
+        initialize_parameter_(name, tensor, std=self.config.initializer_range, seed=seed, rows=rows)
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:

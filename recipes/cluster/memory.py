@@ -114,9 +114,10 @@ def expert_parallel_size(config: dict[str, Any]) -> int:
 
 def split_experts(
     groups: Sequence[Sequence[Parameter]], config: dict[str, Any], world_size: int
-) -> list[tuple[int, int]]:
-    """Elements that a rank has a part in, and over how many ranks each is split: routed experts apart under AutoEP."""
-    return [(group.numel, group.ranks) for group in _flat_groups(groups, config, world_size)]
+) -> list[tuple[list[int], int]]:
+    """Elements of the parameters that a rank has a part in, and over how many ranks these are split: routed experts
+    apart under AutoEP."""
+    return [([n for _, n in group.parameters], group.ranks) for group in _flat_groups(groups, config, world_size)]
 
 
 def _flat_groups(groups: Sequence[Sequence[Parameter]], config: dict[str, Any], world_size: int) -> list[_FlatGroup]:

@@ -11,7 +11,7 @@ from recipes.config.ds_config import RunFacts
 GB = 1e9
 _COLUMNS = (
     "ds_config", "fits", "GB", "weights", "grads", "optim.", "comm.", "act. none", "sel.", "full", "logits", "host",
-    "recompute", "micro x acc.", "M tok/step", "GB sent/step", "tok/s/GPU", "days",
+    "recompute", "micro x acc.", "M tok/step", "GB sent/step", "all-to-all", "tok/s/GPU", "days",
 )  # fmt: skip
 
 
@@ -103,6 +103,7 @@ class PlanReport:
             f"{resolved.micro_batch_size} x {resolved.gradient_accumulation_steps}",
             f"{plan.tokens_per_step / 1e6:.2f}",
             f"{plan.communication_bytes / GB:.1f}",
+            f"{plan.all_to_all_bytes / GB:.1f}",
             f"{plan.tokens_per_step / plan.step_seconds / self.cluster.gpus:,.0f}",
             f"{plan.days(self.tokens):.1f}",
         ]
@@ -162,6 +163,7 @@ class PlanReport:
             "gradient_accumulation_steps": plan.resolved.gradient_accumulation_steps,
             "tokens_per_step": plan.tokens_per_step,
             "sent_bytes_per_step": plan.communication_bytes,
+            "all_to_all_bytes_per_step": plan.all_to_all_bytes,
             "step_seconds": plan.step_seconds,
             "days": plan.days(self.tokens),
         }

@@ -7,7 +7,7 @@ from typing import Any
 from model.config import ModelConfig
 from model.flops import flops_per_token, training_flops_per_token
 from recipes.cluster.activations import Activations, activation_bytes
-from recipes.cluster.communication import bytes_sent_per_step
+from recipes.cluster.communication import all_to_all_bytes, bytes_sent_per_step
 from recipes.cluster.memory import (
     ELEMENT_BYTES,
     ModelState,
@@ -56,6 +56,7 @@ class Plan:
         activations: policy -> bytes, for the micro-batch chosen.
         policy: the recomputation that `total_bytes` is with.
         communication_bytes: that one rank sends in a step.
+        all_to_all_bytes: of them, tokens on their way to experts of other ranks and back.
         step_seconds: computing, then communicating, without any overlap.
     """
 
@@ -68,6 +69,7 @@ class Plan:
     fits: bool
     tokens_per_step: int
     communication_bytes: int
+    all_to_all_bytes: int
     step_seconds: float
 
     @property
@@ -155,7 +157,9 @@ def _plan(
         for tried in POLICIES
     }
     total = total_bytes(state, activations[policy])
-    sent = bytes_sent_per_step(groups, model, config, world_size=facts.world_size, tokens_per_micro_batch=micro_tokens)
+    sent = bytes_sent_per_step(
+        groups, model, config, world_size=facts.world_size, tokens_per_micro_batch=micro_tokens, policy=policy
+    )
     tokens = resolved.global_batch_size * facts.seq_length
     return Plan(
         name=name,
@@ -167,6 +171,7 @@ def _plan(
         fits=total <= USABLE_SHARE * cluster.gpu_memory_bytes,
         tokens_per_step=tokens,
         communication_bytes=sent,
+        all_to_all_bytes=all_to_all_bytes(model, config, tokens_per_micro_batch=micro_tokens, policy=policy),
         step_seconds=_compute_seconds(model, facts.seq_length, tokens, policy, cluster) + _send_seconds(sent, cluster),
     )
 

@@ -47,6 +47,9 @@ def fill_in_autos(config: dict[str, Any], facts: "RunFacts") -> list[str]:
         if zero.get(key) == "auto":
             zero[key] = value
             notes.append(f"zero_optimization.{key}: {value}, from hidden_size {hidden}")
+    if section(config, "expert_parallel").get("enabled") is True:
+        # The model's modules are laid out as this preset expects whatever its routing; others would match as well.
+        config["expert_parallel"].setdefault("preset_model", "deepseek_v3")
     for monitor in ("tensorboard", "csv_monitor"):
         values = section(config, monitor)
         if values.get("output_path") == "auto" and facts.output_dir is not None:

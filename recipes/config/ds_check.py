@@ -7,7 +7,7 @@ device: what the machine can do comes in as RunFacts.
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from recipes.config.batch import ACCUMULATION, MICRO_BATCH, TRAIN_BATCH, divisors
+from recipes.config.batch import ACCUMULATION, MICRO_BATCH, TRAIN_BATCH
 from recipes.config.ds_keys import RECIPE_KEY, nearest, optimizer_keys, quiet_deepspeed, removed_keys
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def is_muon(config: dict[str, Any]) -> bool:
 
 def combination_faults(config: dict[str, Any], source: str, facts: "RunFacts") -> list[str]:
     """Everything that is wrong with a ds_config apart from its keys, its batch and its schedule."""
-    checks = (_precision, _clipping, _optimizer, _offload, _expert_parallel, _section_values, _unused)
+    checks = (_precision, _clipping, _optimizer, _offload, _section_values, _unused)
     return [f"{source}: {fault}" for check in checks for fault in check(config, facts)]
 
 
@@ -169,49 +169,6 @@ def _offload(config: dict[str, Any], facts: "RunFacts") -> Iterator[str]:
                     f'zero_optimization.{key}.device: "nvme" needs the op async_io, and its library libaio is not '
                     'installed; install libaio-dev, or write "cpu"'
                 )
-
-
-def _expert_parallel(config: dict[str, Any], facts: "RunFacts") -> Iterator[str]:
-    if not enabled(config, "expert_parallel"):
-        return
-    size = section(config, "expert_parallel").get("autoep_size", 1)
-    experts = facts.model.n_routed_experts
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        yield f"expert_parallel.autoep_size: {size!r} must be a whole number of at least 1"
-        return
-    if not experts:
-        yield "expert_parallel.enabled: true, but the model has no routed experts; write false"
-        return
-    fitting = [d for d in divisors(experts) if facts.world_size % d == 0]
-    near = sorted(sorted(fitting, key=lambda d: abs(d - size))[:2])
-    hint = f"write {' or '.join(map(str, near))}"
-    if experts % size:
-        yield f"expert_parallel.autoep_size: {size} does not divide the model's {experts} routed experts; {hint}"
-    if facts.world_size % size:
-        yield f"expert_parallel.autoep_size: {size} does not divide the {facts.world_size} ranks; {hint}"
-    elif fault := _autoep_fault(config, facts):
-        yield f"expert_parallel: {fault}"
-
-
-def _autoep_fault(config: dict[str, Any], facts: "RunFacts") -> str | None:
-    """What AutoEP itself says; it can be asked before there are ranks."""
-    from deepspeed.module_inject.auto_ep_config import parse_autoep_config, validate_autoep_config
-
-    try:
-        with quiet_deepspeed():
-            validate_autoep_config(
-                parse_autoep_config(section(config, "expert_parallel")),
-                facts.world_size,
-                pp_size=1,
-                tp_size=max(1, section(config, "tensor_parallel").get("autotp_size", 0)),
-                sp_size=config.get("sequence_parallel_size", 1),
-                zero_stage=zero_stage(config),
-                zero_offload_optimizer=offload_device(config, "offload_optimizer") != "none",
-                zero_offload_param=offload_device(config, "offload_param") != "none",
-            )
-    except (ValueError, TypeError) as error:
-        return " ".join(str(error).split())
-    return None
 
 
 def _section_values(config: dict[str, Any], facts: "RunFacts") -> Iterator[str]:

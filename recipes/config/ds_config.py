@@ -15,6 +15,7 @@ from recipes.config.ds_auto import fill_in_autos, left_auto_faults, recipe_recor
 from recipes.config.ds_check import LEARNING_RATES, combination_faults, section
 from recipes.config.ds_keys import RECIPE_KEY, quiet_deepspeed, unknown_key_faults
 from recipes.config.errors import UserError
+from recipes.config.parallel_check import parallel_faults
 from recipes.config.scheduler_section import resolve_scheduler
 
 DS_CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
@@ -206,7 +207,8 @@ def resolve_ds_config(config: dict[str, Any], *, source: str, facts: RunFacts) -
     resolved[ACCUMULATION] = batch.accumulation_steps
     resolved["scheduler"] = scheduler.section
     notes = [*batch.notes, *scheduler.notes, *fill_in_autos(resolved, facts)]
-    faults += combination_faults(resolved, source, facts) + scheduler_faults + left_auto_faults(resolved, source)
+    faults += combination_faults(resolved, source, facts) + parallel_faults(resolved, source, facts)
+    faults += scheduler_faults + left_auto_faults(resolved, source)
     if faults:
         raise UserError(*faults)
     base_lr = float(params["lr"])

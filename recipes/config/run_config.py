@@ -42,6 +42,10 @@ class RunConfig:
             "choices": ["none", "full", "selective"],
         },
     )
+    torch_compile: bool = field(
+        default=False,
+        metadata={"help": "compile the decoder layers at their first run, by torch.compile; needs a C++ compiler"},
+    )
     verify_data: str = field(
         default="quick",
         metadata={

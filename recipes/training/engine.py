@@ -4,11 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 import deepspeed
-from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from model.config import ModelConfig
 from model.transformer import DeepseekForCausalLM
+from recipes.training.expert_parallel import routing_biases, take_over_routers
 from recipes.training.optimizer import parameter_groups
 
 
@@ -20,7 +20,7 @@ def build_model(config: ModelConfig, ds_config: dict[str, Any]) -> DeepseekForCa
 
 
 def build_engine(
-    model: nn.Module, ds_config: dict[str, Any], multiplier: Callable[[int], float]
+    model: DeepseekForCausalLM, ds_config: dict[str, Any], multiplier: Callable[[int], float]
 ) -> deepspeed.DeepSpeedEngine:
     """Hand the model to DeepSpeed: its ZeRO stage, precision, accumulation, clipping and optimizer as the file says.
 
@@ -29,12 +29,23 @@ def build_engine(
             schedules have traps (steps at rate 0, overwritten betas); a LambdaLR is resumed exactly.
     """
     weight_decay = ds_config["optimizer"]["params"].get("weight_decay", 0.0)
+    biases = routing_biases(model)
     engine, _, _, _ = deepspeed.initialize(
         model=model,
         model_parameters=parameter_groups(model.named_parameters(), weight_decay),
         lr_scheduler=lambda optimizer: LambdaLR(optimizer, multiplier),
         config=ds_config,
     )
+    take_over_routers(engine.module, model.config, biases)
     # Lets ds_to_universal convert checkpoints of ZeRO stages 1 and 2.
     engine.module.universal_checkpoint_info = {"universal_checkpoint_version": 0.2}
     return engine
+
+
+def compile_layers(model: DeepseekForCausalLM) -> None:
+    """Let torch.compile fuse each decoder layer at its first run; all layers of a kind share what it made.
+
+    Embedding, head and losses stay as they are: the cross-entropy works through its rows in chunks by itself.
+    """
+    for layer in model.model.layers:
+        layer.compile()

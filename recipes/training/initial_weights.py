@@ -1,4 +1,8 @@
-"""The weights that a run begins with: drawn from the seed, or read from a folder; the same on every rank."""
+"""The weights that a run begins with: drawn from the seed, or read from a folder; the same on every rank.
+
+Under expert parallelism a rank writes its own experts alone (`own_experts` of recipes/training/expert_parallel.py). The
+memory of the others is never touched, so the system never provides it, until AutoEP drops it.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +17,7 @@ from model.hf_weights import WeightsError
 from model.moe import iter_routers
 from model.transformer import DeepseekForCausalLM
 from recipes.config.errors import TrainingFault, UserError
+from recipes.training.expert_parallel import is_expert
 from recipes.training.trained_model import TrainedWeights, without_mtp
 
 
@@ -25,12 +30,16 @@ def whole(parameter: nn.Parameter) -> Iterator[bool]:
 
 
 @torch.no_grad()
-def draw_weights(model: DeepseekForCausalLM, seed: int) -> None:
-    """Fill every parameter from (seed, name) alone, so it is the same for any world size and ZeRO stage."""
+def draw_weights(model: DeepseekForCausalLM, seed: int, experts: range | None = None) -> None:
+    """Fill every parameter from (seed, name) alone, so it is the same for any world size and ZeRO stage.
+
+    Args:
+        experts: the only routed experts to fill; None: all.
+    """
     for name, parameter in model.named_parameters():
         with whole(parameter) as writes:
             if writes:
-                model.init_parameter_(name, parameter.data, seed)
+                model.init_parameter_(name, parameter.data, seed, experts if is_expert(name) else None)
     for _, router in iter_routers(model):
         router.tokens_per_expert.zero_()
         if router.e_score_correction_bias is not None:
@@ -38,11 +47,13 @@ def draw_weights(model: DeepseekForCausalLM, seed: int) -> None:
 
 
 @torch.no_grad()
-def copy_weights(model: DeepseekForCausalLM, weights: TrainedWeights) -> str:
+def copy_weights(model: DeepseekForCausalLM, weights: TrainedWeights, experts: range | None = None) -> str:
     """Copy trained weights and balancing biases into the model, one tensor at a time.
 
     MTP layers that the folder lacks keep what they were drawn as.
 
+    Args:
+        experts: the only routed experts to copy; None: all.
     Returns:
         What was left as drawn, in words; empty if nothing.
     Raises:
@@ -56,7 +67,8 @@ def copy_weights(model: DeepseekForCausalLM, weights: TrainedWeights) -> str:
     try:
         source = weights.source(config)
         for name, parts in groupby(file_parts(config), key=lambda part: part.name):
-            _copy_one(targets[name], list(parts), source)
+            wanted = [part for part in parts if part.expert is None or experts is None or part.expert in experts]
+            _copy_one(targets[name], wanted, source)
     except WeightsError as error:
         raise UserError(*error.faults) from None
     return note
@@ -73,23 +85,34 @@ def _copy_one(target: Tensor, parts: list[FilePart], source: object) -> None:
                 part.of(target.data).copy_(source(part))
 
 
-def check_same_on_every_rank(model: nn.Module) -> None:
+def check_same_on_every_rank(model: nn.Module, experts: range | None = None) -> None:
     """Compare a fingerprint of each parameter and buffer between the ranks, before the first step.
 
     Under ZeRO-3 a rank holds only its part of a parameter, which rank 0 gave it, so only buffers are compared.
 
+    Args:
+        experts: this rank's own; they are compared with the first rank's that has the same. None: all.
     Raises:
-        TrainingFault: naming a tensor and a rank that differ from rank 0.
+        TrainingFault: naming a tensor and a rank that differ from another.
     """
     named = [(n, t) for n, t in (*model.named_parameters(), *model.named_buffers()) if not hasattr(t, "ds_id")]
-    prints = torch.stack([_fingerprint(tensor) for _, tensor in named])  # (tensors,) int64
+    own = slice(None) if experts is None else slice(experts.start, experts.stop)
+    shared_out = torch.tensor([is_expert(name) for name, _ in named])
+    first_expert = torch.tensor(experts.start if experts else 0)
+    prints = torch.stack([*(_fingerprint(t[own] if is_expert(n) else t) for n, t in named), first_expert])
     everyone = [torch.empty_like(prints) for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather(everyone, prints)
+    starts = [int(theirs[-1]) for theirs in everyone]
     for rank, theirs in enumerate(everyone):
-        different = (theirs != everyone[0]).nonzero()
+        twin = starts.index(starts[rank])  # the first rank with the same experts
+        expected = torch.where(shared_out, everyone[twin][:-1], everyone[0][:-1])
+        different = (theirs[:-1] != expected).nonzero()
         if len(different):
             name = named[int(different[0])][0]
-            raise TrainingFault(f"{name}: rank {rank} begins with other values than rank 0; all must begin the same")
+            other = twin if is_expert(name) else 0
+            raise TrainingFault(
+                f"{name}: rank {rank} begins with other values than rank {other}; all must begin the same"
+            )
 
 
 def _fingerprint(tensor: Tensor) -> Tensor:

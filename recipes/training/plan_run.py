@@ -204,6 +204,8 @@ def resolve_run(
     fabric = read_fabric(count_nodes(launch.world_size, launch.local_world_size), device)
     nccl = choose_preset(config.nccl_preset, fabric, zero_stage(resolved.config))
     plan = RunPlan(config, launch, device, folder, model, seq_length, source, resolved, candidates, nccl)
+    if config.torch_compile:
+        _check_compiles(plan)
     if newest:
         try:
             check_convertible(newest, read_state(newest), plan.layout, resolved.config)
@@ -226,3 +228,13 @@ def _load_model(name: str) -> ModelConfig:
         return load_model_config(name)
     except ConfigError as error:
         raise UserError(*(f"--model {name}: {fault}" for fault in error.faults)) from None
+
+
+def _check_compiles(plan: RunPlan) -> None:
+    if not has_compiler():
+        raise UserError("--torch_compile: needs a C++ compiler and ninja on PATH; install them, or leave the flag out")
+    if plan.autoep_size:
+        raise UserError(
+            "--torch_compile: with expert_parallel, whose grouped products torch.compile does not trace in float32; "
+            "leave one of them out"
+        )

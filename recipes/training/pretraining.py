@@ -23,8 +23,9 @@ from recipes.training.checkpoint import load_checkpoint
 from recipes.training.checkpoint_files import TrainingState, checkpoints_folder, read_state
 from recipes.training.data_sources import open_sources
 from recipes.training.determinism import make_deterministic
-from recipes.training.engine import build_engine, build_model
+from recipes.training.engine import build_engine, build_model, compile_layers
 from recipes.training.evaluation import Evaluation
+from recipes.training.expert_parallel import own_experts
 from recipes.training.finished import clear_finished, write_finished
 from recipes.training.initial_weights import check_same_on_every_rank, copy_weights, draw_weights
 from recipes.training.loop import TrainingRun
@@ -101,6 +102,8 @@ def start_run(
     fill(model, plan, newest is None)
     engine = build_engine(model, plan.resolved.config, plan.schedule.multiplier)
     engine.module.set_gradient_checkpointing(plan.config.gradient_checkpointing or plan.resolved.gradient_checkpointing)
+    if plan.config.torch_compile:
+        compile_layers(engine.module)
     settings = settings_of(plan, sources)
     state = _resume(engine, plan, newest, settings) if newest else TrainingState()
     state = replace(state, settings=settings, **plan.layout)  # from here on this run's
@@ -160,12 +163,13 @@ def _resume(engine: Any, plan: RunPlan, checkpoint: Path, settings: dict[str, An
 
 def _fill(model: DeepseekForCausalLM, plan: RunPlan, fresh: bool) -> None:
     """Give the model its first values, the same on every rank; a resumed run's are replaced by the checkpoint's."""
-    draw_weights(model, plan.config.seed)
+    experts = own_experts(plan.model, plan.resolved.config, plan.launch.rank)
+    draw_weights(model, plan.config.seed, experts)
     if fresh and plan.config.init_from:
-        note = copy_weights(model, open_weights(plan.config.init_from))
+        note = copy_weights(model, open_weights(plan.config.init_from), experts)
         if plan.launch.is_main:
             print(f"weights from {plan.config.init_from}{'; ' + note if note else ''}", flush=True)
-    check_same_on_every_rank(model)
+    check_same_on_every_rank(model, experts)
 
 
 def seed_everything(seed: int) -> None:

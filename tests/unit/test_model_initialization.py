@@ -65,3 +65,14 @@ def test_a_large_parameter_is_drawn_in_pieces_of_one_stream(monkeypatch):
     initialize_parameter_("a.weight", pieces, std=1.0, seed=0)
     assert torch.equal(pieces[:1024], whole[:1024])
     assert len(set(pieces.tolist())) > 4990  # no piece repeats another
+
+
+def test_some_rows_get_the_values_of_the_whole_and_the_others_are_not_touched(monkeypatch):
+    import model.initialization as initialization
+
+    monkeypatch.setattr(initialization, "_CHUNK_ELEMENTS", 100)  # rows begin and end within pieces
+    whole, part = torch.empty(8, 6, 7), torch.full((8, 6, 7), float("nan"))
+    initialize_parameter_("a.weight", whole, std=0.02, seed=3)
+    initialize_parameter_("a.weight", part, std=0.02, seed=3, rows=range(3, 6))
+    assert torch.equal(part[3:6], whole[3:6])
+    assert part[:3].isnan().all() and part[6:].isnan().all()

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from model.config import load_model_config
-from recipes.cluster.communication import bytes_sent_per_step
+from recipes.cluster.communication import all_to_all_bytes, bytes_sent_per_step
 from recipes.cluster.memory import model_state_bytes
 from recipes.cluster.planning import scaling_law
 
@@ -75,7 +75,11 @@ def test_bytes_sent():
     assert sent(config(1)) == pytest.approx((2 * 2 + 2) * share)  # and the updated weights
     assert sent(config(2)) == pytest.approx((4 * 2 * 2 + 2) * share)  # an all-reduce each micro-batch
     assert sent(config(2, use_multi_rank_bucket_allreduce=False)) == pytest.approx((4 * 2 + 2) * share)
-    assert sent(config(3)) == pytest.approx(4 * (2 + 2 + 2) * share)  # weights twice, gradients once
+    whole = {"stage3_param_persistence_threshold": 0}
+    assert sent(config(3, **whole)) == pytest.approx(4 * (2 + 2) * share)  # weights and gradients each micro-batch
+    far = whole | {"stage3_max_reuse_distance": P // 2}
+    assert sent(config(3, **far)) == pytest.approx(4 * (2 + 2 * 3 / 4 + 2) * share)  # again, but for the last quarter
+    assert sent(config(3)) == pytest.approx((2 + 4 * 2) * share)  # 1,000 elements stay whole: gathered once updated
     assert sent(config(3), world=1) == 0
 
 
@@ -86,6 +90,9 @@ def test_tokens_sent_to_experts():
     bytes_sent = bytes_sent_per_step(groups, model, parallel, world_size=4, tokens_per_micro_batch=100)
     # there and back, forward and backward, 4 micro-batches, bf16; 3 of 4 experts are on other ranks
     assert bytes_sent == pytest.approx(4 * 4 * 26 * 100 * 6 * 2048 * 2 * 3 / 4, rel=1e-6)
+    # experts that are recomputed are sent their tokens again: 6 times instead of 4
+    again = all_to_all_bytes(model, parallel, tokens_per_micro_batch=100, policy="selective")
+    assert again == pytest.approx(bytes_sent * 6 / 4, rel=1e-6)
 
 
 def test_the_scaling_law_gives_deepseek_llms_own_7b():

@@ -16,7 +16,8 @@ from recipes.training.token_schedules import bias_update_speed_at, mtp_loss_weig
 
 PRESETS = Path(__file__).resolve().parents[2] / "recipes" / "presets"
 NAMES = ("v3", "v2", "v2_lite", "moe_16b", "llm_7b")
-ALL = [*NAMES, *(f"{name}_scaled" for name in NAMES)]
+EXTENSIONS = ("v3_32k", "v3_128k")
+ALL = [*NAMES, *(f"{name}_scaled" for name in NAMES), *EXTENSIONS]
 
 
 def read(name):
@@ -34,7 +35,8 @@ def run_of(name):
         model=load_model_config(preset.get("model", "tiny")),
         seq_length=preset["seq_length"],
         global_batch_size=preset["global_batch_size"],
-        train_tokens=preset["train_tokens"],
+        train_tokens=preset.get("train_tokens"),
+        max_steps=preset.get("max_steps"),
         lr_scaling=preset["lr_scaling"],
         output_dir=Path("runs"),
         batch_ramp=ramp,
@@ -146,7 +148,20 @@ def test_every_key_is_a_flag(name):
     assert set(read(name)) <= {field.name for field in dataclasses.fields(PretrainConfig)}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name, length, batch", [("v3_32k", 32 * 1024, 1920), ("v3_128k", 128 * 1024, 480)])
+def test_v3s_extensions_of_the_context(name, length, batch):
+    preset, resolved, rate = run_of(name)
+    assert (preset["seq_length"], resolved.global_batch_size, resolved.max_steps) == (length, batch, 1000)
+    assert {rate(step) for step in (0, 1, 500, 1000)} == {7.3e-6}
+    model = load_model_config(preset["model"])
+    scaling = model.rope_scaling
+    assert scaling["factor"] * scaling["original_max_position_embeddings"] == model.max_position_embeddings >= length
+    assert bias_update_speed_at(0, model.bias_update_speed, preset["bias_update_until_tokens"]) == 0
+    assert mtp_loss_weight_at(0, model.mtp_loss_weight, parse_later_weight(preset["mtp_loss_weight_later"])) == 0.1
+    assert preset["gradient_checkpointing"] == "full" and resolved.micro_batch_size == 1
+
+
+@pytest.mark.parametrize("name", [*NAMES, *EXTENSIONS])
 def test_every_number_carries_its_source(name):
     """A line with a number names a paper's section, in itself or in the comment above it."""
     comment = ""
