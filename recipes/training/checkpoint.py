@@ -32,6 +32,7 @@ from recipes.training.checkpoint_files import (
     read_state,
     write_durably,
 )
+from recipes.training.expert_parallel_weights import own_name
 
 
 class _Collector(CheckpointEngine):
@@ -311,9 +312,10 @@ def restore_settings(engine: Any, settings: tuple[list[dict[str, Any]], list[flo
 def load_buffers(engine: Any, checkpoint: Path) -> None:
     """Restore the model's buffers; DeepSpeed's conversion loses them."""
     buffers: dict[str, Tensor] = torch.load(checkpoint / "buffers.pt", map_location=engine.device, weights_only=True)
+    saved = {own_name(name): buffer for name, buffer in buffers.items()}  # AutoEP's blocks call some otherwise
     for name, buffer in engine.module.named_buffers():
-        if name in buffers:
-            buffer.copy_(buffers[name])
+        if own_name(name) in saved:
+            buffer.copy_(saved[own_name(name)])
 
 
 def load_random_state(checkpoint: Path, rank: int) -> None:

@@ -13,6 +13,7 @@ from model.config import ModelConfig
 from recipes.cluster.launch import quiet_deepspeed
 from recipes.config.errors import UserError
 from recipes.training.checkpoint_files import MANIFEST, CheckpointError, list_checkpoints, read_state, verify_sizes
+from recipes.training.expert_parallel_weights import assemble_weights
 
 
 class WholeTensors(Mapping[str, Tensor]):
@@ -62,6 +63,9 @@ def load_model_state(path: Path) -> tuple[ModelConfig, WholeTensors, Path]:
     """
     checkpoint = find_checkpoint(path)
     quiet_deepspeed()
+    config, tokenizer = ModelConfig.from_file(checkpoint / "config.json"), checkpoint / "tokenizer"
+    if read_state(checkpoint).autoep_size:
+        return config, WholeTensors(assemble_weights(checkpoint)), tokenizer
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     if read_state(checkpoint).zero_stage == 0:
@@ -72,4 +76,4 @@ def load_model_state(path: Path) -> tuple[ModelConfig, WholeTensors, Path]:
         with contextlib.redirect_stdout(silence), contextlib.redirect_stderr(silence):
             state = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint.parent), checkpoint.name, lazy_mode=True)
     state |= torch.load(checkpoint / "buffers.pt", map_location="cpu", weights_only=True)
-    return ModelConfig.from_file(checkpoint / "config.json"), WholeTensors(state), checkpoint / "tokenizer"
+    return config, WholeTensors(state), tokenizer

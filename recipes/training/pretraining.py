@@ -144,8 +144,8 @@ def _resume(engine: Any, plan: RunPlan, checkpoint: Path, settings: dict[str, An
     if changes:
         universal = universal_folder(checkpoint, checkpoints_folder(plan.folder))
         if plan.launch.is_main:
-            convert(checkpoint, universal)
-        wait_until_converted(checkpoint, universal)
+            convert(checkpoint, universal, plan.autoep_size > 0)
+        wait_until_converted(checkpoint, universal, plan.autoep_size > 0)
         state = load_universal(engine, checkpoint, universal, plan.dtype)
     else:
         state = load_checkpoint(engine, checkpoint)

@@ -33,6 +33,7 @@ from recipes.training.checkpoint_files import (
     read_state,
     write_durably,
 )
+from recipes.training.expert_parallel_universal import translate_universal
 
 FINISHED = "universal.json"
 SMALL_BYTES = 64 << 20
@@ -51,29 +52,31 @@ def _identity(checkpoint: Path) -> str:
     return hashlib.sha256((checkpoint / MANIFEST).read_bytes()).hexdigest()
 
 
-def is_converted(target: Path, checkpoint: Path) -> bool:
-    """Whether `target` is the finished conversion of this very checkpoint."""
+def is_converted(target: Path, checkpoint: Path, autoep: bool | None = None) -> bool:
+    """Whether `target` is the finished conversion of this very checkpoint, for blocks of that kind (None: its own)."""
     try:
         finished = json.loads((target / FINISHED).read_text())
         sizes = {name: (target / name).stat().st_size for name in finished["files"]}
     except (OSError, ValueError, KeyError):
         return False
-    return finished["source"] == _identity(checkpoint) and sizes == finished["files"]
+    kind = read_state(checkpoint).autoep_size > 0 if autoep is None else autoep
+    return (finished["source"], finished.get("autoep"), finished["files"]) == (_identity(checkpoint), kind, sizes)
 
 
-def convert(checkpoint: Path, target: Path, *, workers: int | None = None) -> None:
+def convert(checkpoint: Path, target: Path, autoep: bool | None = None, *, workers: int | None = None) -> None:
     """Convert a verified checkpoint, unless it has been; an unfinished conversion is begun anew.
 
     Args:
+        autoep: whether AutoEP's blocks will load it; None: as when it was saved.
         workers: processes that take the ranks' files apart; default: one a core.
     Raises:
         TrainingFault: DeepSpeed's converter failed, or cannot convert such a checkpoint.
     """
-    if is_converted(target, checkpoint):
+    if is_converted(target, checkpoint, autoep):
         return
     aside = target.with_name(target.name + PARTIAL_SUFFIX)
     with held_lock(target.with_name(target.name + ".lock"), f"convert {checkpoint.name}"):
-        if is_converted(target, checkpoint):
+        if is_converted(target, checkpoint, autoep):
             return
         for old in (aside, target):
             shutil.rmtree(old, ignore_errors=True)
@@ -85,17 +88,21 @@ def convert(checkpoint: Path, target: Path, *, workers: int | None = None) -> No
             _run_converter(checkpoint, aside, workers or len(os.sched_getaffinity(0)))
             if state.zero_stage == 3:
                 _wrap_values(aside / "zero")
+        kind = state.autoep_size > 0 if autoep is None else autoep
+        translate_universal(aside / "zero", autoep=kind)
         _write_common_state(aside / "zero", _optimizer_step(aside / "zero"))
         files = {
             path.relative_to(aside).as_posix(): path.stat().st_size
             for path in sorted(aside.rglob("*.pt"))
             if path.is_file()
         }
-        write_durably(aside / FINISHED, json.dumps({"source": _identity(checkpoint), "files": files}, indent=1))
+        write_durably(
+            aside / FINISHED, json.dumps({"source": _identity(checkpoint), "autoep": kind, "files": files}, indent=1)
+        )
         aside.rename(target)
 
 
-def wait_until_converted(checkpoint: Path, target: Path) -> None:
+def wait_until_converted(checkpoint: Path, target: Path, autoep: bool | None = None) -> None:
     """Wait for the rank that converts, outside any collective, so that no timeout of the process group runs.
 
     Raises:
@@ -103,7 +110,7 @@ def wait_until_converted(checkpoint: Path, target: Path) -> None:
     """
     lock = target.with_name(target.name + ".lock")
     last_beat, seen_at = 0.0, time.monotonic()
-    while not is_converted(target, checkpoint):
+    while not is_converted(target, checkpoint, autoep):
         try:
             beat = lock.stat().st_mtime
         except OSError:
