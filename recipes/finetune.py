@@ -8,21 +8,37 @@ if not __package__:  # run as a script: the repository's root, not recipes/, mus
 
 import json
 import os
+from typing import TYPE_CHECKING
 
 from recipes.config.errors import EXIT_SUCCESS, run_command
-from recipes.config.finetune_config import parse_finetune_config
+from recipes.config.finetune_config import FinetuneConfig, parse_finetune_config
+
+if TYPE_CHECKING:
+    from recipes.cluster.launch import Launch
 
 
 def main(argv: list[str] | None = None) -> int:
     """Plan, check, and, unless told otherwise, train."""
     config = parse_finetune_config(argv)  # before anything heavy is imported: a wrong flag answers at once
-    from recipes.cluster.launch import quiet_deepspeed, read_launch, stop_process_group
-    from recipes.cluster.preflight import run_preflight
-    from recipes.training.finetuning import finetune, plan_finetune
-    from recipes.training.summary import plan_lines, plan_result
+    from recipes.cluster.guard import guarded
+    from recipes.cluster.launch import quiet_deepspeed, read_launch
 
     quiet_deepspeed()
     launch = read_launch()
+    if config.dry_run:
+        return run(config, launch)
+    with guarded(launch):  # first of all: a mistake that one host alone finds must end the others, too
+        return run(config, launch)
+
+
+def run(config: FinetuneConfig, launch: "Launch") -> int:
+    """Plan and train, or only plan."""
+    from recipes.cluster.launch import stop_process_group
+    from recipes.cluster.preflight import run_preflight
+    from recipes.training.finetuning import finetune, plan_finetune
+    from recipes.training.finished import write_finished
+    from recipes.training.summary import plan_lines, plan_result
+
     plan = plan_finetune(config, launch)
     if launch.is_main:
         lines = [f"packing        {note}" for note in plan.data.notes()]
@@ -39,6 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         if launch.is_main:
             longer = "raise --num_train_epochs or --max_steps to go on"
             print(f"this run is finished: step {state.step} of {plan.run.resolved.max_steps}; {longer}")
+            write_finished(plan.run.folder, state.step)
         return EXIT_SUCCESS
     code = finetune(plan)
     stop_process_group()

@@ -103,6 +103,8 @@ def resume_command(plan: RunPlan, **changed: Any) -> str:
         words = _without(words, f"--{flag}") + ([] if value is None else [f"--{flag}", str(value)])
     launcher = Path(sys.executable).parent / "deepspeed"
     world = ["--num_gpus", str(plan.launch.world_size)] if plan.launch.world_size > 1 else []
+    if plan.launch.world_size > plan.launch.local_world_size:
+        world = ["--hostfile", "hostfile"]
     script = Path(sys.argv[0]).resolve()
     return shlex.join([_short(launcher), *world, _short(script), *words])
 
