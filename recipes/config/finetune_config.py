@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from recipes.config.run_config import RunConfig, at_least, parse_config
 
-# DeepSeek-V3 (arXiv 2412.19437), section 5.1: two epochs, a cosine from 5e-6 to 1e-6.
+# For models of billions of parameters, which forget quickly; this project's choice.
 DEFAULT_EPOCHS = 2.0
 DEFAULT_LEARNING_RATE = 5e-6
 LAST_RATIO = 0.2
@@ -44,13 +44,13 @@ class FinetuneConfig(RunConfig):
         default=None, metadata={"help": "a Jinja file; default: the tokenizer's own, or else DeepSeek-V2's"}
     )
     num_train_epochs: float = field(
-        default=DEFAULT_EPOCHS, metadata={"help": "length of the run; --max_steps overrides it; DeepSeek-V3: 2"}
+        default=DEFAULT_EPOCHS, metadata={"help": "length of the run; --max_steps overrides it"}
     )
     learning_rate: float = field(
         default=DEFAULT_LEARNING_RATE,
         metadata={
             "help": "peak, after which it falls along a cosine to a fifth; it takes the place of the ds_config's rate "
-            "and schedule, which are for pre-training. The default is DeepSeek-V3's; LoRA and small models take more"
+            "and schedule, which are for pre-training. The default is for large models; LoRA and small ones take more"
         },
     )
     mtp_loss_weight: float | None = field(
