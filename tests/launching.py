@@ -79,6 +79,15 @@ def metrics(run_folder: Path, *, evaluation: bool = False) -> list[dict]:
     return [line for line in lines if ("eval_loss" if evaluation else "learning_rate") in line]
 
 
+def repeatable(lines: list[dict]) -> list[dict]:
+    """Metrics without what differs from run to run by nature: times, rates and memory."""
+    measured = ("_seconds", "_bytes", "tokens_per_second", "tokens_per_second_with_padding", "mfu")
+    return [
+        {k: v for k, v in line.items() if not k.endswith(measured) and not k.startswith("slowest_rank")}
+        for line in lines
+    ]
+
+
 def run_ranks(words: list[str], *, ranks: int, **keywords) -> list[Finished]:
     """The same Python command on every rank of one host, without a launcher; all must succeed."""
     job = {

@@ -56,6 +56,8 @@ def start(launcher, words):
         return run([str(BIN / "accelerate"), "launch", *settings, "--main_process_port", port, PRETRAIN, *words])
     if launcher == "srun":
         return sbatch("pretrain", words, SLURM_JOB_NODELIST="localhost", SLURM_NTASKS_PER_NODE="2")
+    # both nodes are this host, whose loopback is refused as the master of several nodes unless presets are off
+    words = [*words, "--nccl_preset", "none"]
     return sbatch("deepspeed", words, SLURM_JOB_NODELIST="node1,node2", SLURM_NTASKS_PER_NODE="1")
 
 

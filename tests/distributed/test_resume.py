@@ -11,16 +11,9 @@ import time
 import numpy
 import pytest
 import torch
-from launching import PRETRAIN, REPOSITORY, environment, metrics, run_python, run_ranks
+from launching import PRETRAIN, REPOSITORY, environment, metrics, repeatable, run_python, run_ranks
 
 STEPS = 20
-MEASURED = (
-    "step_seconds",
-    "data_wait_seconds",
-    "tokens_per_second",
-    "mfu",
-    "memory_bytes",
-)  # differ from run to run by nature
 
 
 def flags(model, corpus, folder, *more):
@@ -30,10 +23,6 @@ def flags(model, corpus, folder, *more):
         *"--save_steps 5 --save_total_limit 0 --eval_steps 10".split(),
         *more,
     ]
-
-
-def without_times(lines):
-    return [{key: value for key, value in line.items() if key not in MEASURED} for line in lines]
 
 
 def differences(first, second, path=""):
@@ -100,7 +89,7 @@ def test_killed_run_resumes_to_the_bit(tmp_path, small_corpus, small_model):
     assert "resumed at step 1" in resumed.stdout
     assert not list((broken / "checkpoints").glob("*.partial"))
 
-    assert without_times(metrics(broken)) == without_times(metrics(unbroken))
+    assert repeatable(metrics(broken)) == repeatable(metrics(unbroken))
     assert metrics(broken, evaluation=True) == metrics(unbroken, evaluation=True)
     last = "checkpoints/step_00000020"
     assert differing_files(unbroken / last, broken / last) == []
@@ -133,7 +122,7 @@ def test_every_stage_and_precision_resumes_to_the_bit(tmp_path, small_corpus, sm
     run_ranks(["tests/distributed/train_runs.py", str(listing)], ranks=ranks)
     for kind in kinds:
         before, after = tmp_path / kind, tmp_path / f"{kind}_resumed"
-        assert without_times(metrics(after)) == without_times(metrics(before)), kind
+        assert repeatable(metrics(after)) == repeatable(metrics(before)), kind
         last = "checkpoints/step_00000020"
         assert differing_files(before / last, after / last) == [], kind
     scales = [line["loss_scale"] for line in metrics(tmp_path / "fp16_stage1")]
