@@ -219,10 +219,10 @@ class Guardian:
         # SIGTERM is how launchers clear up after another rank's end, which is then the cause; and they collect at once
         # those that they end so, so that their status cannot be read any more.
         if number is None:
-            self._wait(lambda: self.cause is not None, BEAT_SECONDS / 2)
+            self._wait(lambda: self.cause is not None, 2 * BEAT_SECONDS)  # the board is read every BEAT_SECONDS
             return self.cause or self._own("died without a word")
         if number == signal.SIGTERM or status == (128 + signal.SIGTERM) << 8:
-            self._wait(lambda: self.cause is not None, BEAT_SECONDS + 1)
+            self._wait(lambda: self.cause is not None, 2 * BEAT_SECONDS)
             return self.cause or self._own("was ended by SIGTERM", graceful=True)
         how = signal.Signals(number).name if number else f"exit code {(status or 0) >> 8}"
         hint = " (the kernel's, out of memory, or somebody's)" if number == signal.SIGKILL else ""
