@@ -1,9 +1,10 @@
-"""Look at, verify, convert and prune checkpoints.
+"""Look at, verify, convert, prune and average checkpoints.
 
 python recipes/checkpoint.py inspect runs/tiny
 python recipes/checkpoint.py verify runs/tiny/checkpoints/step_00000500
 python recipes/checkpoint.py convert runs/tiny
 python recipes/checkpoint.py prune runs/tiny --keep 1
+python recipes/checkpoint.py average runs/tiny averaged/tiny --last 3
 """
 
 import argparse
@@ -28,6 +29,10 @@ def build_parser() -> argparse.ArgumentParser:
         ("verify", "read every file: checksums, and that no weight is NaN or infinite; exit code 1 if one is wrong"),
         ("convert", "write the universal form, which resumes under any world size and ZeRO stage, ahead of the resume"),
         ("prune", "delete a run's oldest checkpoints, never the best"),
+        (
+            "average",
+            "write the mean of a run's newest checkpoints' weights as a Hugging Face folder (as export.py does)",
+        ),
     ):
         command = commands.add_parser(name, help=help_text, description=help_text)
         command.add_argument("path", type=Path, help="a run's folder or a checkpoint's folder")
@@ -37,6 +42,10 @@ def build_parser() -> argparse.ArgumentParser:
         if name == "prune":
             command.add_argument("--keep", type=int, required=True, help="checkpoints to keep, besides the best")
             command.add_argument("--dry_run", action="store_true", help="say what would go, delete nothing")
+        if name == "average":
+            command.add_argument("output", type=Path, help="the folder to make; it must not exist, or be empty")
+            command.add_argument("--last", type=int, required=True, help="how many checkpoints, from the newest back")
+            command.add_argument("--decay", type=float, help="weigh each by decay ** (steps before the newest)")
     return parser
 
 
@@ -46,10 +55,21 @@ def main(argv: list[str] | None = None) -> int:
     path: Path = arguments.path.expanduser()
     if not path.is_dir():
         raise UserError(f"{arguments.path}: no such folder; give a run's or a checkpoint's folder")
+    if arguments.command == "average":
+        return _average(arguments)
     run = {"inspect": _inspect, "verify": _verify, "convert": _convert, "prune": _prune}[arguments.command]
     result, lines, code = run(path, arguments)
     print(json.dumps(result) if arguments.json else "\n".join(lines))
     return code
+
+
+def _average(arguments: argparse.Namespace) -> int:
+    """An average is weights alone, so it is an export."""
+    from recipes import export
+
+    words = [str(arguments.path), str(arguments.output), "--average_last", str(arguments.last)]
+    words += ["--average_decay", str(arguments.decay)] if arguments.decay is not None else []
+    return export.main([*words, "--json"] if arguments.json else words)
 
 
 Outcome = tuple[dict[str, Any], list[str], int]

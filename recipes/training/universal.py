@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.utils import logger
 from torch import Tensor
 from tqdm import tqdm
 
@@ -138,7 +139,8 @@ def _run_converter(checkpoint: Path, output: Path, workers: int) -> None:
         with contextlib.redirect_stdout(io.StringIO()):
             ds_to_universal.main(arguments)
     else:
-        words = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
+        # its package imports the module that -m then runs, which Python warns of
+        words = [sys.executable, "-W", "ignore::RuntimeWarning", "-m", "deepspeed.checkpoint.ds_to_universal"]
         words += ["--input_folder", str(checkpoint), "--output_folder", str(output)]
         words += ["--num_extract_workers", str(workers), "--num_merge_workers", str(workers)]
         # It works with tensors in host memory alone, and is no rank of this job.
@@ -228,7 +230,10 @@ def load_universal(engine: Any, checkpoint: Path, universal: Path, dtype: str) -
         optimizer.load_hp_checkpoint_state_from_checkpoint_dir_stage3(str(universal))
         optimizer.checkpoint_event_epilogue()  # ... and gathers it with the values just loaded
     else:
+        level = logger.level
+        logger.setLevel("ERROR")  # it warns that there is no tensor parallelism, which nobody asked for
         optimizer.load_hp_checkpoint_state_from_checkpoint_dir("bit16_groups", str(universal))
+        logger.setLevel(level)
         optimizer.update_lp_params()
     for entry in getattr(optimizer, "optimizer", optimizer).state.values():
         # Stage 3's loader gives one counter to all sub-groups, each of which would then count every update.

@@ -9,6 +9,7 @@ from launching import run_python
 
 from recipes.checkpoint import main
 from recipes.config.errors import UserError
+from recipes.training.trained_model import load_trained_model, open_weights
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +118,20 @@ def test_prune_keeps_the_best(run_folder, tmp_path, capsys):
     assert left == ["step_00000002", "step_00000006"]
 
 
+def test_average_is_the_mean_of_the_newest_checkpoints(run_folder, tmp_path, capsys):
+    code, made = answer(capsys, "average", run_folder, tmp_path / "mean", "--last", 2)
+    assert code == 0 and made["output"] == str(tmp_path / "mean")
+    found = open_weights(tmp_path / "mean")
+    mean = load_trained_model(found, device="cpu", dtype=torch.float32).state_dict()
+    parts = [load_trained_model(open_weights(run_folder / "checkpoints" / name), device="cpu", dtype=torch.float32)
+             for name in ("step_00000004", "step_00000006")]  # fmt: skip
+    four, six = (model.state_dict() for model in parts)
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    assert not torch.equal(four[name], six[name])
+    # the mean of two float32 numbers is rounded once
+    torch.testing.assert_close(mean[name], ((four[name].double() + six[name].double()) / 2).float(), rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize(
     ("words", "fault"),
     [
@@ -124,6 +139,7 @@ def test_prune_keeps_the_best(run_folder, tmp_path, capsys):
         (["verify", "."], "holds no complete checkpoint"),
         (["prune", ".", "--keep", "0"], "--keep 0: must be at least 1"),
         (["convert", ".", "--workers", "0"], "--workers 0: must be at least 1"),
+        (["average", ".", "nowhere", "--last", "1"], "at least 2 checkpoints make an average"),
     ],
 )
 def test_mistakes(words, fault):
