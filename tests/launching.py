@@ -1,7 +1,9 @@
 """Run the repository's commands as a user does, in processes of their own, bounded in time."""
 
+import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -28,9 +30,12 @@ class Finished:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port for a master that starts later: below those that the kernel gives to connections in the meantime."""
+    while True:
+        port = random.randrange(20000, 32000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 def environment(**extra: str) -> dict[str, str]:
