@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from recipes.config.durable_file import write_durably
 from recipes.config.errors import UserError
 
 SOURCE = "cluster.env"
@@ -127,8 +128,8 @@ def write_deepspeed_env(folder: Path) -> list[str]:
     if faults:
         raise UserError(*(f"{origin}: {fault}" for fault in faults))
     if origin is target:
-        _replace(source, text)
-    _replace(target, render(entries))
+        write_durably(source, text)
+    write_durably(target, render(entries))
     names = [name for name, _ in entries if name != _REMARK]
     return [*done, f"{target}: written from {source}: {', '.join(names) or 'no variable'}"]
 
@@ -142,12 +143,6 @@ def _read(path: Path) -> str:
 
 def _lines(text: str) -> list[str]:
     return text.replace("\r\n", "\n").removesuffix("\n").split("\n")
-
-
-def _replace(path: Path, text: str) -> None:
-    aside = path.with_name(path.name + ".partial")
-    aside.write_text(text, encoding="utf-8", newline="\n")
-    aside.replace(path)
 
 
 def check_deepspeed_env(folder: Path) -> list[str]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from recipes.config.ds_check import offload_device, precision, section, zero_stage
+from recipes.config.ds_check import autoep_size, offload_device, precision, section, zero_stage
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _ALLREDUCE_ELEMENTS = 500_000_000  # that DeepSpeed's engine reduces at once where no ZeRO bucket does
@@ -108,8 +108,7 @@ def accumulation_bytes(config: dict[str, Any]) -> int:
 
 def expert_parallel_size(config: dict[str, Any]) -> int:
     """Ranks over which AutoEP spreads the routed experts of a layer; 1 without it."""
-    parallel = section(config, "expert_parallel")
-    return int(parallel.get("autoep_size", 1)) if parallel.get("enabled") else 1
+    return max(1, autoep_size(config))
 
 
 def split_experts(

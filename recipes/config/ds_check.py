@@ -43,6 +43,11 @@ def precision(config: dict[str, Any]) -> str:
     return "fp16" if enabled(config, "fp16") else "bf16" if enabled(config, "bf16") else "fp32"
 
 
+def autoep_size(config: dict[str, Any]) -> int:
+    """Ranks that share one set of experts; 0 where AutoEP is off."""
+    return int(section(config, "expert_parallel").get("autoep_size", 1)) if enabled(config, "expert_parallel") else 0
+
+
 def is_muon(config: dict[str, Any]) -> bool:
     return str(section(config, "optimizer").get("type", "")).lower() == "muon"
 

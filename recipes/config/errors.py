@@ -52,3 +52,14 @@ def run_command(main: Callable[[], int]) -> int:
     except Exception:
         traceback.print_exc()
         return EXIT_FAULT
+
+
+def run_rank(main: Callable[[], int]) -> None:
+    """Run a command whose process is one rank of a job, and end the process with its exit code.
+
+    A rank that cannot go on is gone at once; the interpreter's own end would wait for the other ranks.
+    """
+    code = run_command(main)
+    sys.stdout.flush()
+    if code:
+        os._exit(code)

@@ -20,22 +20,13 @@ from transformers import PreTrainedTokenizerFast
 from recipes.config.errors import UserError
 from recipes.data.chat_template import ChatEncoder, set_chat_template
 from recipes.data.conversations import BadRecord, iter_records, messages_of
-from recipes.data.corpus import (
-    FORMAT_VERSION,
-    SPLITS,
-    TOKENIZER_FOLDER,
-    Manifest,
-    PreparedCorpus,
-    SplitManifest,
-    describe_file,
-    is_prepared,
-)
+from recipes.data.corpus import FORMAT_VERSION, TOKENIZER_FOLDER, PreparedCorpus, SplitManifest, is_prepared
 from recipes.data.encode import EncodedPiece, hash_text
 from recipes.data.lock import held_lock, print_to_stderr
-from recipes.data.preparation import raise_faults
-from recipes.data.prepare import hash_tokenizer
+from recipes.data.preparation import make_manifest, raise_faults
+from recipes.data.prepare import folder_name, hash_inputs, hash_settings, hash_tokenizer
 from recipes.data.sources import SourceFile, expand_inputs
-from recipes.data.tokenizer import load_tokenizer, save_tokenizer, vocabulary_size
+from recipes.data.tokenizer import load_tokenizer, save_tokenizer
 from recipes.data.writer import CorpusWriter
 
 KIND = "conversations"
@@ -78,9 +69,8 @@ def prepare_conversations(
     tokenizer = load_tokenizer(settings.tokenizer)
     template = set_chat_template(tokenizer, settings.chat_template)
     shown = fingerprinted(files, settings, tokenizer)
-    fingerprint = hashlib.sha256(json.dumps(shown, sort_keys=True).encode()).hexdigest()
-    stem = "".join(character if character.isalnum() else "-" for character in Path(spec).name)
-    output = cache / f"chat-{stem}-{fingerprint[:8]}"
+    fingerprint = hash_settings(shown)
+    output = cache / f"chat-{folder_name(spec, fingerprint)}"
     with held_lock(output.with_name(output.name + ".lock"), f"prepare {output}", report):
         if not is_prepared(output):
             aside = output.with_name(output.name + ".partial")
@@ -96,7 +86,18 @@ def prepare_conversations(
             except UserError:
                 shutil.rmtree(aside)
                 raise
-            _manifest(aside, [spec], fingerprint, shown, tokenizer, splits, dict(writer.counts)).write(aside)
+            make_manifest(
+                aside,
+                tokenizer,
+                splits,
+                inputs=[spec],
+                fingerprint=fingerprint,
+                settings=shown,
+                dtype="uint32",
+                fim_tokens=None,
+                counts=dict(writer.counts),
+                kind=KIND,
+            ).write(aside)
             shutil.rmtree(output, ignore_errors=True)
             aside.rename(output)
             report(f"prepared {output}: {_counted(writer.counts)}; chat template: {template}")
@@ -107,11 +108,10 @@ def fingerprinted(
     files: list[SourceFile], settings: ConversationSettings, tokenizer: PreTrainedTokenizerFast
 ) -> dict[str, Any]:
     """All that decides the content."""
-    stamps = [(file.kind, file.path, file.identity) for file in files]
     return {
         "kind": KIND,
         "version": FORMAT_VERSION,
-        "inputs": hashlib.sha256(json.dumps(stamps).encode()).hexdigest(),
+        "inputs": hash_inputs(files),
         "tokenizer": hash_tokenizer(tokenizer),
         "chat_template": hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest(),
         "holdout": settings.holdout,
@@ -180,37 +180,6 @@ def _with_largest(split: SplitManifest, largest: int) -> SplitManifest:
 
 def _counted(counts: dict[str, int]) -> str:
     return ", ".join(f"{number} {name}" for name, number in sorted(counts.items()) if number)
-
-
-def _manifest(
-    folder: Path,
-    inputs: list[str],
-    fingerprint: str,
-    shown: dict[str, Any],
-    tokenizer: PreTrainedTokenizerFast,
-    splits: dict[str, SplitManifest],
-    counts: dict[str, int],
-) -> Manifest:
-    tokenizer_file = describe_file(folder, f"{TOKENIZER_FOLDER}/tokenizer.json")
-    files = [tokenizer_file]
-    for split in SPLITS:
-        files.extend([*splits[split].shards, splits[split].document_ends])
-    pad = tokenizer.pad_token_id
-    return Manifest(
-        inputs=inputs,
-        fingerprint=fingerprint,
-        settings=shown,
-        dtype="uint32",
-        vocab_size=vocabulary_size(tokenizer),
-        eos_token_id=int(tokenizer.eos_token_id),
-        pad_token_id=int(tokenizer.eos_token_id if pad is None else pad),
-        fim_tokens=None,
-        tokenizer_file=tokenizer_file,
-        counts=counts,
-        splits=splits,
-        content_hash=hashlib.sha256(" ".join(file.sha256 for file in files).encode()).hexdigest(),
-        kind=KIND,
-    )
 
 
 def open_conversations(folder: Path, split: str, verify: str = "quick") -> PreparedCorpus:

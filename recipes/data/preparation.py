@@ -14,7 +14,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 from recipes.config.errors import UserError
-from recipes.data.corpus import SPLITS, TOKENIZER_FOLDER, DataFile, Manifest, SplitManifest, describe_file
+from recipes.data.corpus import SPLITS, TOKENIZER_FOLDER, Manifest, SplitManifest, describe_file
 from recipes.data.cutting import iter_pieces
 from recipes.data.encode import EncoderSettings, encode_pieces, hash_text
 from recipes.data.reading import ON_ERROR_CHOICES, read_piece
@@ -195,24 +195,16 @@ class Preparation:
         splits: dict[str, SplitManifest],
         counts: dict[str, int],
     ) -> Manifest:
-        tokenizer_file = describe_file(folder, f"{TOKENIZER_FOLDER}/tokenizer.json")
-        files: list[DataFile] = [tokenizer_file]
-        for split in SPLITS:
-            files.extend([*splits[split].shards, splits[split].document_ends])
-        pad = tokenizer.pad_token_id
-        return Manifest(
+        return make_manifest(
+            folder,
+            tokenizer,
+            splits,
             inputs=self.inputs,
             fingerprint=self.fingerprint,
             settings=self.fingerprinted,
             dtype=encoder.dtype.name,
-            vocab_size=vocabulary_size(tokenizer),
-            eos_token_id=encoder.eos_token_id,
-            pad_token_id=int(tokenizer.eos_token_id if pad is None else pad),
             fim_tokens=find_fim_tokens(tokenizer),
-            tokenizer_file=tokenizer_file,
             counts=counts,
-            splits=splits,
-            content_hash=hashlib.sha256(" ".join(file.sha256 for file in files).encode()).hexdigest(),
         )
 
     def publish(self, folder: Path) -> None:
@@ -275,3 +267,27 @@ def describe(output: Path, manifest: Manifest, num_files: int, seconds: float) -
     if dropped:
         parts.append(", ".join(f"{number} {name}" for name, number in sorted(dropped.items())))
     return "; ".join(parts)
+
+
+def make_manifest(
+    folder: Path, tokenizer: PreTrainedTokenizerFast, splits: dict[str, SplitManifest], **known: Any
+) -> Manifest:
+    """The manifest of a folder whose files are all written, with their hashes.
+
+    Args:
+        known: the fields of Manifest that the files and the tokenizer do not give.
+    """
+    tokenizer_file = describe_file(folder, f"{TOKENIZER_FOLDER}/tokenizer.json")
+    files = [tokenizer_file]
+    for split in SPLITS:
+        files.extend([*splits[split].shards, splits[split].document_ends])
+    pad = tokenizer.pad_token_id
+    return Manifest(
+        vocab_size=vocabulary_size(tokenizer),
+        eos_token_id=int(tokenizer.eos_token_id),
+        pad_token_id=int(tokenizer.eos_token_id if pad is None else pad),
+        tokenizer_file=tokenizer_file,
+        splits=splits,
+        content_hash=hashlib.sha256(" ".join(file.sha256 for file in files).encode()).hexdigest(),
+        **known,
+    )

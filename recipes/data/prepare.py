@@ -140,6 +140,11 @@ def prepare_all(
 def cache_name(spec: str, settings: PrepareSettings) -> str:
     given = load_tokenizer(settings.tokenizer) if settings.tokenizer is not None else None
     fingerprint, _ = fingerprint_of(expand_inputs([spec]).files, settings, given)
+    return folder_name(spec, fingerprint)
+
+
+def folder_name(spec: str, fingerprint: str) -> str:
+    """What a prepared source is called in a cache: readable, and different for another content."""
     stem = "".join(character if character.isalnum() else "-" for character in Path(spec).name)
     return f"{stem}-{fingerprint[:8]}"
 
@@ -167,10 +172,18 @@ def fingerprint_of(
     """A hash of all that decides the content, and the parts of it that are shown when two differ."""
     shown = {key: value for key, value in asdict(settings).items() if key != "tokenizer"}
     shown["tokenizer"] = "trained here" if given is None else hash_tokenizer(given)
-    stamps = [(file.kind, file.path, file.identity) for file in files]
-    shown["inputs"] = hashlib.sha256(json.dumps(stamps).encode()).hexdigest()
+    shown["inputs"] = hash_inputs(files)
     shown["version"] = FORMAT_VERSION
-    return hashlib.sha256(json.dumps(shown, sort_keys=True).encode()).hexdigest(), shown
+    return hash_settings(shown), shown
+
+
+def hash_inputs(files: list[SourceFile]) -> str:
+    stamps = [(file.kind, file.path, file.identity) for file in files]
+    return hashlib.sha256(json.dumps(stamps).encode()).hexdigest()
+
+
+def hash_settings(shown: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(shown, sort_keys=True).encode()).hexdigest()
 
 
 def hash_tokenizer(tokenizer: PreTrainedTokenizerFast) -> str:

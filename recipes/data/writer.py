@@ -10,6 +10,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from recipes.config.durable_file import write_durably
 from recipes.data.corpus import SPLITS, TOKEN_DTYPES, DataFile, SplitManifest, describe_file
 from recipes.data.encode import HASH_BYTES, EncodedPiece
 
@@ -179,13 +180,3 @@ def holdout_rule(holdout: float) -> Callable[[bytes], bool]:
     """Tells from a document's hash whether it is held out."""
     limit = int(holdout * 2.0**64)
     return lambda text_hash: int.from_bytes(text_hash[:8], "little") < limit
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Replace a file by a new one that is on disk before it takes the name."""
-    aside = path.with_name(path.name + ".new")
-    with open(aside, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)

@@ -30,7 +30,7 @@ from recipes.training.checkpoint_files import (
     commit,
     prune,
     read_state,
-    write_durably,
+    write_and_sync,
 )
 from recipes.training.expert_parallel_weights import own_name
 
@@ -225,7 +225,7 @@ class CheckpointWriter:
             try:
                 commit(save.aside, save.target, {name: entry for part, _ in parts for name, entry in part.items()})
                 if save.best:
-                    write_durably(self._folder / BEST, save.target.name)
+                    write_and_sync(self._folder / BEST, save.target.name)
                 prune(self._folder, self._total_limit)
             except OSError as error:
                 failure = [str(error)]

@@ -13,7 +13,6 @@ checkpoints/
     best                name of the one with the lowest evaluation loss; its state.json says which
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -21,9 +20,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from recipes.config.durable_file import PARTIAL_SUFFIX, write_durably
 from recipes.config.errors import TrainingFault
+from recipes.data.corpus import hash_file
 
-PARTIAL_SUFFIX = ".partial"
 UNIVERSAL_SUFFIX = ".universal"
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -91,23 +91,9 @@ def read_state(checkpoint: Path) -> TrainingState:
     return TrainingState(**values)
 
 
-def sha256_of(path: Path) -> str:
-    """The content's hash, read in parts."""
-    with path.open("rb") as file:
-        digest = hashlib.sha256()
-        while part := file.read(1 << 20):
-            digest.update(part)
-    return digest.hexdigest()
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Replace a small file so that after a crash it holds the old or the new text, never a part."""
-    aside = path.with_name(path.name + PARTIAL_SUFFIX)
-    with aside.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
+def write_and_sync(path: Path, text: str) -> None:
+    """Replace a small file, and make its new name durable."""
+    write_durably(path, text)
     sync_folder(path.parent)
 
 
@@ -153,7 +139,7 @@ def verify_checksums(checkpoint: Path, part: int = 0, parts: int = 1) -> None:
         CheckpointError: naming the file.
     """
     for name, entry in sorted(read_manifest(checkpoint).items())[part::parts]:
-        if sha256_of(checkpoint / name) != entry["sha256"]:
+        if hash_file(checkpoint / name) != entry["sha256"]:
             raise CheckpointError(f"{checkpoint / name}: its content is not what was saved (SHA-256 differs)")
 
 
@@ -169,13 +155,13 @@ def commit(aside: Path, target: Path, known: dict[str, dict[str, Any]]) -> None:
         if name not in files:
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-            files[name] = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
-    write_durably(aside / MANIFEST, json.dumps({"files": files}, indent=1))
+            files[name] = {"bytes": path.stat().st_size, "sha256": hash_file(path)}
+    write_and_sync(aside / MANIFEST, json.dumps({"files": files}, indent=1))
     if target.exists():  # the same step, saved again after a resume from an older checkpoint
         delete_checkpoint(target)
     aside.rename(target)
     sync_folder(target.parent)
-    write_durably(target.parent / LATEST, target.name)
+    write_and_sync(target.parent / LATEST, target.name)
 
 
 def delete_checkpoint(checkpoint: Path) -> None:

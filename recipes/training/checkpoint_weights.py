@@ -12,7 +12,14 @@ from torch import Tensor
 from model.config import ModelConfig
 from recipes.cluster.launch import quiet_deepspeed
 from recipes.config.errors import UserError
-from recipes.training.checkpoint_files import MANIFEST, CheckpointError, list_checkpoints, read_state, verify_sizes
+from recipes.training.checkpoint_files import (
+    MANIFEST,
+    CheckpointError,
+    checkpoints_folder,
+    list_checkpoints,
+    read_state,
+    verify_sizes,
+)
 from recipes.training.expert_parallel_weights import assemble_weights
 
 
@@ -40,7 +47,7 @@ def find_checkpoint(path: Path) -> Path:
     """
     checkpoint = path
     if not (path / MANIFEST).is_file():
-        found = list_checkpoints(path / "checkpoints")
+        found = list_checkpoints(checkpoints_folder(path))
         if not found:
             raise UserError(f"{path}: holds no complete checkpoint; give a run's or a checkpoint's folder")
         checkpoint = found[0]

@@ -8,14 +8,14 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from model.config import ModelConfig
 from model.transformer import DeepseekForCausalLM
+from recipes.config.ds_check import zero_stage
 from recipes.training.expert_parallel import routing_biases, take_over_routers
 from recipes.training.optimizer import parameter_groups
 
 
 def build_model(config: ModelConfig, ds_config: dict[str, Any]) -> DeepseekForCausalLM:
     """Build the model without values; under ZeRO-3 no rank ever holds the whole."""
-    partitioned = ds_config.get("zero_optimization", {}).get("stage", 0) == 3
-    with deepspeed.zero.Init(config_dict_or_path=ds_config, enabled=partitioned):
+    with deepspeed.zero.Init(config_dict_or_path=ds_config, enabled=zero_stage(ds_config) == 3):
         return DeepseekForCausalLM(config)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from model.config import ModelConfig
 from model.moe import Router, count_choices, iter_routers, wide_logits
-from recipes.config.ds_check import enabled, section, zero_stage
+from recipes.config.ds_check import autoep_size, zero_stage
 
 
 class WideLinear(nn.Linear):
@@ -51,8 +51,8 @@ def own_experts(config: ModelConfig, ds_config: dict[str, Any], rank: int) -> ra
 
     Under ZeRO-3 that is so: rank 0 gives every rank its part of each.
     """
-    size = section(ds_config, "expert_parallel").get("autoep_size", 1) if enabled(ds_config, "expert_parallel") else 1
-    if size == 1 or zero_stage(ds_config) == 3:
+    size = autoep_size(ds_config)
+    if size <= 1 or zero_stage(ds_config) == 3:
         return None
     assert config.n_routed_experts
     count = config.n_routed_experts // size

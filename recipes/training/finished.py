@@ -6,6 +6,8 @@ An exit code is the launcher's, and DeepSpeed's runner says 0 where its launcher
 import json
 from pathlib import Path
 
+from recipes.config.durable_file import write_durably
+
 FINISHED = "finished.json"
 
 
@@ -16,6 +18,4 @@ def clear_finished(run: Path) -> None:
 
 def write_finished(run: Path, steps: int) -> None:
     """Set the mark: this many steps are trained, saved and reported."""
-    aside = run / f"{FINISHED}.partial"
-    aside.write_text(json.dumps({"steps": steps}) + "\n")
-    aside.replace(run / FINISHED)
+    write_durably(run / FINISHED, json.dumps({"steps": steps}) + "\n")

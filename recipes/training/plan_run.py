@@ -11,7 +11,7 @@ from recipes.cluster.nccl_presets import NcclPreset, choose_preset, count_nodes,
 from recipes.cluster.op_builds import has_compiler
 from recipes.cluster.preflight import RunNeeds
 from recipes.config.batch_plan import BatchRamp
-from recipes.config.ds_check import enabled, zero_stage
+from recipes.config.ds_check import autoep_size, enabled, precision, zero_stage
 from recipes.config.ds_config import (
     ResolvedDsConfig,
     RunFacts,
@@ -78,21 +78,17 @@ class RunPlan:
     @property
     def zero_stage(self) -> int:
         """ZeRO stage of the resolved ds_config."""
-        return int(self.resolved.config.get("zero_optimization", {}).get("stage", 0))
+        return zero_stage(self.resolved.config)
 
     @property
     def dtype(self) -> str:
         """`fp16`, `bf16` or `fp32`, as the resolved ds_config turns on."""
-        for name in ("fp16", "bf16"):
-            if self.resolved.config.get(name, {}).get("enabled", False):
-                return name
-        return "fp32"
+        return precision(self.resolved.config)
 
     @property
     def autoep_size(self) -> int:
         """Ranks that share one set of experts; 0 where AutoEP is off."""
-        section = self.resolved.config.get("expert_parallel", {})
-        return int(section.get("autoep_size", 1)) if section.get("enabled", False) else 0
+        return autoep_size(self.resolved.config)
 
     @property
     def needs(self) -> RunNeeds:

@@ -85,7 +85,7 @@ def start_run(
     set_cpu_threads(plan.launch)
     if plan.config.deterministic:
         make_deterministic(plan.device_type, plan.launch.is_main)
-    if plan.launch.is_main and plan.config.resume != "never":  # never may yet refuse, and then this run is not its own
+    if plan.launch.is_main:
         clear_finished(plan.folder)
     plan.nccl.apply()
     start_process_group(plan.launch, plan.resolved.config, timedelta(seconds=plan.config.dist_timeout))

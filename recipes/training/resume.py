@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from model.config import ModelConfig
+from recipes.config.ds_check import offload_device
 from recipes.config.errors import UserError
 from recipes.training.checkpoint_files import (
     CheckpointError,
@@ -114,7 +115,7 @@ def check_convertible(checkpoint: Path, state: TrainingState, here: dict[str, An
             f"{checkpoint}: {', '.join(changes)}, but DeepSpeed converts Adam's state alone and the optimizer is "
             f"{optimizer}; resume with the layout that it was saved with"
         )
-    if ds_config.get("zero_optimization", {}).get("offload_optimizer", {}).get("device") == "nvme":
+    if offload_device(ds_config, "offload_optimizer") == "nvme":
         raise UserError(
             f"{checkpoint}: {', '.join(changes)}, but DeepSpeed does not load a converted checkpoint into an optimizer "
             "on NVMe; resume once with offload_optimizer.device cpu, save, and go on with nvme"

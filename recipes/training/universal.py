@@ -6,7 +6,6 @@ each other's, and keeps this run's own clipping, parameter groups and loss scale
 """
 
 import contextlib
-import hashlib
 import io
 import json
 import os
@@ -24,6 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from recipes.config.errors import TrainingFault
+from recipes.data.corpus import hash_file
 from recipes.data.lock import DEAD_AFTER_SECONDS, held_lock
 from recipes.training.checkpoint import load_buffers, load_random_state, own_settings, restore_settings
 from recipes.training.checkpoint_files import (
@@ -32,7 +32,7 @@ from recipes.training.checkpoint_files import (
     UNIVERSAL_SUFFIX,
     TrainingState,
     read_state,
-    write_durably,
+    write_and_sync,
 )
 from recipes.training.expert_parallel_universal import translate_universal
 
@@ -50,7 +50,7 @@ def universal_folder(checkpoint: Path, checkpoints: Path) -> Path:
 
 
 def _identity(checkpoint: Path) -> str:
-    return hashlib.sha256((checkpoint / MANIFEST).read_bytes()).hexdigest()
+    return hash_file(checkpoint / MANIFEST)
 
 
 def is_converted(target: Path, checkpoint: Path, autoep: bool | None = None) -> bool:
@@ -97,7 +97,7 @@ def convert(checkpoint: Path, target: Path, autoep: bool | None = None, *, worke
             for path in sorted(aside.rglob("*.pt"))
             if path.is_file()
         }
-        write_durably(
+        write_and_sync(
             aside / FINISHED, json.dumps({"source": _identity(checkpoint), "autoep": kind, "files": files}, indent=1)
         )
         aside.rename(target)

@@ -71,6 +71,12 @@ class Cluster:
             found += [int(pid) for pid in listing if int(pid) != _sshd_pid(self.folder, host)]
         return found
 
+    def listing(self) -> str:
+        """The same as ps prints them; `none` where there are none."""
+        pids = self.processes()
+        words = ["ps", "-o", "pid,ppid,stat,comm,args", "--cols", "150", "-p", ",".join(map(str, pids))]
+        return subprocess.run(words, capture_output=True, text=True, check=False).stdout if pids else "none"
+
 
 def _run(command: str) -> str:
     result = subprocess.run(command.split(), capture_output=True, text=True, check=False)

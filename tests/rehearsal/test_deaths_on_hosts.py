@@ -8,20 +8,10 @@ import time
 import psutil
 import pytest
 from launching import REPOSITORY, environment
-from netns_cluster import NotPossible, rehearsal_cluster
 
 pytestmark = pytest.mark.skipif("REHEARSE" not in os.environ, reason="takes minutes: `make rehearse` runs it")
 RANK = "tests/faults/guarded_rank.py"
 GONE_SECONDS = 30
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    try:
-        with rehearsal_cluster() as made:
-            yield made
-    except NotPossible as reason:
-        pytest.skip(f"no cluster of namespaces here: {reason}")
 
 
 def find(cluster, kind):
@@ -36,13 +26,7 @@ def find(cluster, kind):
             "pdsh": name.startswith("pdsh"),
         }[kind] and not name.startswith("guard"):
             return process
-    raise AssertionError(f"no {kind} in\n{listing(cluster)}")
-
-
-def listing(cluster):
-    pids = cluster.processes()
-    words = ["ps", "-o", "pid,ppid,stat,comm,args", "--cols", "130", "-p", ",".join(map(str, pids))]
-    return subprocess.run(words, capture_output=True, text=True, check=False).stdout if pids else "none\n"
+    raise AssertionError(f"no {kind} in\n{cluster.listing()}")
 
 
 CASES = [  # what dies, by which signal, the runner's exit code (None: any but 0), the cause
@@ -67,17 +51,17 @@ def test_death(cluster, tmp_path, kind, number, code, cause):
     while len(list(tmp_path.glob("rank_*"))) < 2:
         assert job.poll() is None and time.monotonic() < deadline, log.read_text()
         time.sleep(0.1)
-    print(f"\n=== {kind} {number or ''}\n{listing(cluster)}")
+    print(f"\n=== {kind} {number or ''}\n{cluster.listing()}")
     if number:
         find(cluster, kind).send_signal(number)
     begin = time.monotonic()
     while cluster.processes():
         job.poll()
-        assert time.monotonic() - begin < GONE_SECONDS, f"still there:\n{listing(cluster)}\n{log.read_text()}"
+        assert time.monotonic() - begin < GONE_SECONDS, f"still there:\n{cluster.listing()}\n{log.read_text()}"
         time.sleep(0.2)
     job.wait(10)
     ends = [line for line in log.read_text().splitlines() if line.strip()][-4:]
-    print(f"--- {time.monotonic() - begin:.1f} s later: exit code {job.returncode}, processes: {listing(cluster)}")
+    print(f"--- {time.monotonic() - begin:.1f} s later: exit code {job.returncode}, processes: {cluster.listing()}")
     print("\n".join(ends))
     assert job.returncode == code if code is not None else job.returncode > 0
     assert cause in log.read_text()

@@ -9,22 +9,12 @@ import time
 
 import pytest
 from launching import PRETRAIN, REPOSITORY, environment, metrics, run_deepspeed
-from netns_cluster import NotPossible, rehearsal_cluster
 
 # Whether a run may go on with another number of ranks than it was saved with; recipes/training/resume.py decides.
 WORLD_SIZE_MAY_CHANGE = True
 STEPS = 120
 CUT_AT_STEP = 25
 ENDED_SECONDS = 60
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    try:
-        with rehearsal_cluster() as made:
-            yield made
-    except NotPossible as reason:
-        pytest.skip(f"no cluster of namespaces here: {reason}")
 
 
 @pytest.fixture(scope="module")
@@ -62,15 +52,6 @@ def wait_for(condition, seconds, what):
     return time.monotonic() - begin
 
 
-def processes(cluster):
-    """What runs on the hosts, as ps prints it."""
-    pids = cluster.processes()
-    if not pids:
-        return "none"
-    listing = ["ps", "-o", "pid,ppid,stat,comm,args", "--cols", "150", "-p", ",".join(map(str, pids))]
-    return subprocess.run(listing, capture_output=True, text=True, check=False).stdout
-
-
 def losses(lines):
     return [(line["step"], line["loss"], line["mtp_loss"], line["grad_norm"]) for line in lines]
 
@@ -87,15 +68,15 @@ def broken(cluster, flags, tmp_path_factory):
         log.read_text,
     )
     assert job.poll() is None, log.read_text()
-    print(f"\n--- before the cut\n{processes(cluster)}")
+    print(f"\n--- before the cut\n{cluster.listing()}")
     cluster.cut_link("node2")
     seconds = wait_for(
         lambda: job.poll() is not None and not cluster.processes(),
         ENDED_SECONDS,
-        lambda: f"still there:\n{processes(cluster)}\n{log.read_text()}",
+        lambda: f"still there:\n{cluster.listing()}\n{log.read_text()}",
     )
     cluster.cut_link("node2", cut=False)
-    print(f"--- {seconds:.0f} s after the cut: exit code {job.returncode}, processes: {processes(cluster)}")
+    print(f"--- {seconds:.0f} s after the cut: exit code {job.returncode}, processes: {cluster.listing()}")
     print(log.read_text())
     assert job.returncode != 0
     faults = [line for line in log.read_text().splitlines() if "fault: rank" in line]
@@ -113,7 +94,7 @@ def test_resumed_on_both_hosts_it_equals_one_host(cluster, broken, flags, unbrok
     assert job.returncode == 0, log.read_text()
     assert "resumed at step" in log.read_text()
     assert (folder / "finished.json").exists()
-    wait_for(lambda: not cluster.processes(), 30, lambda: processes(cluster))
+    wait_for(lambda: not cluster.processes(), 30, lambda: cluster.listing())
     assert losses(metrics(folder)) == losses(unbroken)  # two ranks' sums do not depend on where the ranks are
 
 
