@@ -43,6 +43,8 @@ def whole_state(engine) -> dict:
     scheduler = engine.lr_scheduler
     counts = [scheduler.last_epoch, engine.global_steps, engine.skipped_steps, engine.global_samples]
     state["counts"] = torch.tensor([*counts, *scheduler.get_last_lr()], dtype=torch.float64)
+    if torch.distributed.get_rank() == 0:  # each rank has its own; the state that is compared with is rank 0's
+        state["random numbers"] = torch.get_rng_state()
     if engine.fp16_enabled():
         scaler = optimizer.loss_scaler
         state["scaler"] = torch.tensor([scaler.cur_scale, scaler.cur_iter, scaler.last_overflow_iter])

@@ -75,6 +75,8 @@ def test_resume_elsewhere(tmp_path, sources, small_corpus, small_model, ranks):
     listing.write_text(json.dumps(jobs))
     first, *_ = run_ranks(["tests/distributed/resume_matrix.py", str(listing)], ranks=ranks)
     assert first.stdout.count("(converted: ") == len(jobs)
+    new_scales = sum((precision == "fp16") != (source == "fp16") for _, precision, (_, source) in TARGETS[ranks])
+    assert first.stdout.count("the loss scale begins anew") == new_scales
     largest = {}
     for stage, precision, (source_stage, source_precision) in TARGETS[ranks]:
         name = f"{source_precision}_{source_stage}"
