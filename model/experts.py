@@ -9,7 +9,8 @@ from torch.autograd.function import once_differentiable
 
 from model.config import ModelConfig
 
-# Shape letters: T tokens, K experts a token, N = T * K rows sorted by expert, E experts, H hidden, I intermediate.
+# Shape letters: T tokens, K experts a token, N rows sorted by expert (T * K or some more), E experts,
+# H hidden, I intermediate.
 
 
 class RoutedExperts(nn.Module):
@@ -44,34 +45,27 @@ class _ExpertsFunction(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weights: Tensor, indices: Tensor, gate_up_proj: Tensor, down_proj: Tensor
     ) -> Tensor:
-        order = indices.flatten().argsort(stable=True)  # (N,): row -> place in (T, K)
-        token_of_row = order // indices.shape[1]
-        row_of_place = torch.empty_like(order)
-        row_of_place[order] = torch.arange(order.numel(), device=order.device)
-        row_of_place = row_of_place.view_as(indices)  # (T, K)
-        rows = ExpertRows(indices, gate_up_proj.shape[0])
-
-        gathered_NH = hidden.index_select(0, token_of_row)
-        gate_up_N2I = rows.multiply(gathered_NH, gate_up_proj.mT)
+        rows = ExpertRows(indices, gate_up_proj.shape[0], hidden.dtype)
+        gate_up_N2I = rows.multiply(hidden.index_select(0, rows.token_of_row), gate_up_proj.mT)
         gate_NI, up_NI = gate_up_N2I.chunk(2, dim=-1)
-        weight_N1 = weights.flatten().index_select(0, order).unsqueeze(-1).to(hidden.dtype)
+        weight_N1 = rows.spread(weights).to(hidden.dtype)
         # down() is linear, so the rows are weighed before it, where they are narrower.
         weighed_NI = F.silu(gate_NI).mul_(up_NI).mul_(weight_N1)
         out_NH = rows.multiply(weighed_NI, down_proj.mT)
-        ctx.save_for_backward(hidden, gate_up_N2I, weight_N1, token_of_row, row_of_place, gate_up_proj, down_proj)
+        ctx.save_for_backward(hidden, gate_up_N2I, weight_N1, gate_up_proj, down_proj)
         ctx.rows, ctx.weights_dtype = rows, weights.dtype
-        return _sum_of_rows(out_NH, row_of_place)
+        return rows.sum_by_token(out_NH)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, gate_up_N2I, weight_N1, token_of_row, row_of_place, gate_up_proj, down_proj = ctx.saved_tensors
+        hidden, gate_up_N2I, weight_N1, gate_up_proj, down_proj = ctx.saved_tensors
         rows: ExpertRows = ctx.rows
         gate_NI, up_NI = gate_up_N2I.chunk(2, dim=-1)
         silu_NI = F.silu(gate_NI)
         inner_NI = silu_NI * up_NI
 
-        grad_NH = grad_TH.index_select(0, token_of_row)
+        grad_NH = grad_TH.index_select(0, rows.token_of_row)
         grad_weighed_NI = rows.multiply(grad_NH, down_proj)
         grad_down = rows.outer(grad_NH, inner_NI * weight_N1)
         grad_weight_N = inner_NI.mul_(grad_weighed_NI).sum(-1, dtype=ctx.weights_dtype)
@@ -80,33 +74,65 @@ class _ExpertsFunction(torch.autograd.Function):
         grad_gate_NI, grad_up_NI = grad_N2I.chunk(2, dim=-1)
         torch.mul(grad_inner_NI, silu_NI, out=grad_up_NI)
         torch.ops.aten.silu_backward.grad_input(grad_inner_NI.mul_(up_NI), gate_NI, grad_input=grad_gate_NI)
-        grad_gate_up = rows.outer(grad_N2I, hidden.index_select(0, token_of_row))
-        grad_hidden = _sum_of_rows(rows.multiply(grad_N2I, gate_up_proj), row_of_place)
-        grad_weights = grad_weight_N.index_select(0, row_of_place.flatten()).view_as(row_of_place)
-        return grad_hidden, grad_weights, None, grad_gate_up, grad_down
+        grad_gate_up = rows.outer(grad_N2I, hidden.index_select(0, rows.token_of_row))
+        grad_hidden = rows.sum_by_token(rows.multiply(grad_N2I, gate_up_proj))
+        return grad_hidden, rows.collect(grad_weight_N), None, grad_gate_up, grad_down
 
 
-def _sum_of_rows(rows_NH: Tensor, row_of_place: Tensor) -> Tensor:
-    """(N, H), (T, K) -> (T, H): each token's sum of its K rows, read where they lie and added in at least float32."""
-    return F.embedding_bag(row_of_place, rows_NH, mode="sum")
+# oneDNN, which multiplies half precision on a CPU, compiles a kernel for every number of rows that it meets, and that
+# takes longer than most products; so an expert's rows are filled up to a multiple, and the same few numbers return.
+_CPU_HALF_PRECISION_ROWS = 32
 
 
 class ExpertRows:
-    """Where each expert's rows lie in a matrix sorted by expert, and the two products on such matrices.
+    """Where each expert's rows lie in a matrix sorted by expert, and what is done to such matrices.
 
     The one place that decides by device: on a GPU the row counts stay there and one grouped kernel takes them, without
     the host waiting; on a CPU they are plain integers and each expert is one matrix product.
     """
 
-    def __init__(self, indices: Tensor, experts: int) -> None:
+    def __init__(self, indices: Tensor, experts: int, dtype: torch.dtype) -> None:
+        """
+        Args:
+            indices: (T, K) experts of each token. dtype: of the matrices.
+        """
         counts = count_choices(indices, experts)
+        order = indices.flatten().argsort(stable=True)  # (T * K,): sorted place -> place in (T, K)
+        row = torch.arange(order.numel(), device=order.device)
         self.offsets: Tensor | None = None
         self.bounds: list[tuple[int, int]] = []
         if indices.device.type == "cuda":
             self.offsets = counts.cumsum(0).to(torch.int32)
+            self.length = order.numel()
         else:
-            ends = counts.cumsum(0).tolist()
-            self.bounds = list(zip([0, *ends[:-1]], ends, strict=True))
+            multiple = 1 if dtype in (torch.float32, torch.float64) else _CPU_HALF_PRECISION_ROWS
+            filled = (counts + multiple - 1) // multiple * multiple
+            filled = filled.where(counts > multiple, counts)  # few tokens, as in decoding, are not worth filling up
+            ends = filled.cumsum(0)
+            row += ((ends - filled) - (counts.cumsum(0) - counts)).repeat_interleave(counts)
+            bounds = [0, *ends.tolist()]
+            self.length = bounds[-1]
+            self.bounds = list(zip(bounds[:-1], bounds[1:], strict=True))
+        row_of_place = torch.empty_like(order)
+        row_of_place[order] = row
+        self.row_of_place = row_of_place.view_as(indices)  # (T, K)
+        # The rows that fill up are copies of token 0's whose weight is 0, so that they add nothing to any gradient.
+        self.token_of_row = order.new_zeros(self.length)  # (N,)
+        self.token_of_row[row] = order // indices.shape[1]
+
+    def spread(self, weights: Tensor) -> Tensor:
+        """(T, K) -> (N, 1): each row's weight; 0 where no token asked for the row."""
+        rows = weights.new_zeros(self.length)
+        rows[self.row_of_place.flatten()] = weights.flatten()
+        return rows.unsqueeze(-1)
+
+    def collect(self, rows: Tensor) -> Tensor:
+        """(N,) -> (T, K): of each row what belongs to its place."""
+        return rows.index_select(0, self.row_of_place.flatten()).view_as(self.row_of_place)
+
+    def sum_by_token(self, rows: Tensor) -> Tensor:
+        """(N, H) -> (T, H): each token's sum of its K rows, read where they lie and added in at least float32."""
+        return F.embedding_bag(self.row_of_place, rows, mode="sum")
 
     def multiply(self, rows: Tensor, matrices: Tensor) -> Tensor:
         """(N, A) sorted by expert, (E, A, B) -> (N, B): each row by its expert's matrix."""

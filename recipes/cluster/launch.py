@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from recipes.cluster.host_memory import keep_freed_memory
 from recipes.cluster.op_builds import prepare_op_builds
 from recipes.cluster.slurm import srun_environment
 from recipes.cluster.stall_watch import StallWatch, set_default_timeout
@@ -113,6 +114,8 @@ def start_process_group(
 
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    else:
+        keep_freed_memory()
     set_default_timeout(timeout)
     deepspeed.init_distributed(timeout=timeout, verbose=False)
     if launch.world_size > 1:

@@ -7,7 +7,8 @@ from model_cases import CASES, MOE_16B, V3, build_model, random_ids, relative_di
 
 from model.attention import LatentCache, attend, document_mask
 from model.causal_attention import CausalAttentionFunction
-from model.experts import ExpertRows
+from model.config import ModelConfig
+from model.experts import ExpertRows, RoutedExperts
 from model.moe import iter_routers
 
 MTP = V3 | {"num_nextn_predict_layers": 1, "balance_loss_alpha": 0.01}
@@ -165,7 +166,7 @@ def test_grouped_products_of_gpus_equal_those_of_cpus(dtype):
     """The branch that a GPU takes runs on a CPU too: an expert without rows, one with all others' share."""
     generator = torch.Generator().manual_seed(0)
     indices = torch.tensor([[0], [2], [2], [3], [2], [0], [2]])  # expert 1 has no row
-    by_expert, grouped = ExpertRows(indices, 4), ExpertRows(indices, 4)
+    by_expert, grouped = (ExpertRows(indices, 4, torch.float32) for _ in range(2))
     grouped.offsets = torch.tensor([2, 2, 6, 7], dtype=torch.int32)
     left, right = (torch.randn(7, n, generator=generator).to(dtype) for n in (16, 24))
     matrices = torch.randn(4, 16, 24, generator=generator).to(dtype)
@@ -174,3 +175,35 @@ def test_grouped_products_of_gpus_equal_those_of_cpus(dtype):
     assert relative_difference(grouped.multiply(left, matrices), by_expert.multiply(left, matrices)) < tolerance
     assert relative_difference(grouped.outer(left, right), by_expert.outer(left, right)) < tolerance
     assert by_expert.outer(left, right)[1].abs().sum() == 0
+
+
+def test_rows_that_fill_up_add_nothing():
+    """In half precision on a CPU an expert's rows are filled up; outputs and gradients stay those of the plain sum."""
+    torch.manual_seed(0)
+    experts = RoutedExperts(ModelConfig(**V3 | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1}))
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    experts.bfloat16()
+    tokens = 150
+    hidden = torch.randn(tokens, V3["hidden_size"]).bfloat16().requires_grad_()
+    # expert 1 has no row, 2 more than are worth filling up (and not a multiple), 3 few
+    indices = torch.stack([torch.full((tokens,), 2), torch.where(torch.arange(tokens) < 10, 3, 0)], dim=1)
+    weights = torch.rand(tokens, 2, requires_grad=True)
+    grad = torch.randn(tokens, V3["hidden_size"]).bfloat16()
+    assert ExpertRows(indices, 4, torch.bfloat16).length == 10 + 160 + 160
+
+    inputs = [hidden, weights, experts.gate_up_proj, experts.down_proj]
+    out = experts(hidden, indices, weights)
+    actual = [out, *torch.autograd.grad(out, inputs, grad)]
+
+    wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    expected_out = torch.zeros(tokens, V3["hidden_size"], dtype=torch.float64)
+    for token in range(tokens):
+        for place, expert in enumerate(indices[token].tolist()):
+            gate, up = (wide[2][expert] @ wide[0][token]).chunk(2)
+            inner = torch.nn.functional.silu(gate) * up
+            expected_out[token] += wide[1][token, place] * (wide[3][expert] @ inner)
+    expected = [expected_out, *torch.autograd.grad(expected_out, wide, grad.double())]
+    for ours, truth in zip(actual, expected, strict=True):
+        # bfloat16 keeps 8 bits (4e-3 a rounding), and a value goes through about four roundings
+        assert (ours.double() - truth).norm() < 1.5e-2 * truth.norm()
