@@ -58,36 +58,46 @@ class LatentCache:
     def __init__(
         self, config: ModelConfig, batch_size: int, capacity: int, *, dtype: torch.dtype, device: torch.device | str
     ) -> None:
+        places = _filled_up(capacity)
         if config.kv_lora_rank is not None:
             shapes: list[tuple[int, ...]] = [
-                (batch_size, capacity, width) for width in (config.kv_lora_rank, config.rotary_dim)
+                (batch_size, places, width) for width in (config.kv_lora_rank, config.rotary_dim)
             ]
         else:
-            shapes = [(batch_size, config.num_attention_heads, capacity, config.rotary_dim)] * 2
+            shapes = [(batch_size, config.num_attention_heads, places, config.rotary_dim)] * 2
         self.capacity = capacity
         self.length = 0  # tokens that every layer has seen
         self.layers = [
-            tuple(torch.empty(shape, dtype=dtype, device=device) for shape in shapes)
+            tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
             for _ in range(config.num_hidden_layers)
         ]
 
     def extend(self, layer_index: int, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-        """Append (..., S, width) of the new tokens; return both parts of all tokens so far, (..., L, width)."""
+        """Append (..., S, width) of the new tokens; return both parts of all tokens so far, (..., L, width).
+
+        After the first call L is filled up, with zeros that `mask` hides.
+        """
         end = self.length + first.shape[-2]
         if end > self.capacity:
             raise ValueError(f"the cache holds {self.capacity} tokens, {end} are needed")
         kept = self.layers[layer_index]
         for buffer, new in zip(kept, (first, second), strict=True):
             buffer[..., self.length : end, :] = new
-        return kept[0][..., :end, :], kept[1][..., :end, :]
+        seen = end if self.length == 0 else _filled_up(end)
+        return kept[0][..., :seen, :], kept[1][..., :seen, :]
 
     def mask(self, new_tokens: int) -> Tensor | None:
         """(1, 1, S, L) bool of which tokens the new ones may look at; None while the cache is empty: plain causal."""
         if self.length == 0:
             return None
         device = self.layers[0][0].device
-        every = torch.ones(new_tokens, self.length + new_tokens, dtype=torch.bool, device=device)
+        every = torch.ones(new_tokens, _filled_up(self.length + new_tokens), dtype=torch.bool, device=device)
         return every.tril(self.length)[None, None]
+
+
+def _filled_up(tokens: int) -> int:
+    """Up to a multiple: a CPU's half-precision products are compiled for each length, so few shall be new."""
+    return -(-tokens // 64) * 64
 
 
 class MultiheadLatentAttention(nn.Module):
@@ -167,12 +177,14 @@ class MultiheadLatentAttention(nn.Module):
         """
         weight = self.kv_b_proj.weight.view(self.heads, self.nope_dim + self.value_dim, self.latent_dim)
         key_weight, value_weight = weight.split([self.nope_dim, self.value_dim], dim=1)  # (N, D, C)
-        query_latent = torch.einsum("bsnd,ndc->bnsc", query_nope, key_weight)
-        scores = query_latent @ latent.unsqueeze(1).mT + query_rope.transpose(1, 2) @ key_rope.unsqueeze(1).mT
-        wide = scores.to(torch.promote_types(scores.dtype, torch.float32)) * self.scale  # (B, N, S, L)
-        weights = wide.masked_fill(~mask, float("-inf")).softmax(-1).to(latent.dtype)
-        seen = weights @ latent.unsqueeze(1)  # (B, N, S, C)
-        return torch.einsum("bnsc,nvc->bsnv", seen, value_weight).flatten(2)  # (B, S, N * Dv)
+        query_latent = torch.einsum("bsnd,ndc->bsnc", query_nope, key_weight)
+        # All heads look at the same latents, so they are rows of one matrix product and nothing is copied for each.
+        rows = query_latent.flatten(1, 2) @ latent.mT + query_rope.flatten(1, 2) @ key_rope.mT  # (B, S * N, L)
+        scores = rows.unflatten(1, query_nope.shape[1:3]).to(torch.promote_types(rows.dtype, torch.float32))
+        weights = (scores * self.scale).masked_fill(~mask.transpose(1, 2), float("-inf")).softmax(-1)  # (B, S, N, L)
+        seen = weights.to(latent.dtype).flatten(1, 2) @ latent  # (B, S * N, C)
+        seen = seen.unflatten(1, query_nope.shape[1:3])
+        return torch.einsum("bsnc,nvc->bsnv", seen, value_weight).flatten(2)  # (B, S, N * Dv)
 
 
 # The published models' norms inside attention keep this value whatever rms_norm_eps says (transformers' default).

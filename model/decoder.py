@@ -70,16 +70,26 @@ class DecoderLayer(nn.Module):
             hidden: (B, S, H). cos, sin: (B or 1, S, rotary_dim / 2). mask: (B, 1, S, L) bool or None for causal.
             valid_tokens: (B, S) bool, False for padding.
         Returns:
-            (B, S, H); and what the router decided, None without one. The statistics leave the recomputed region as its
-            results, so whoever adds them up does so once, however often the region runs.
+            (B, S, H); and what the router decided, None without one, or with a cache: decoding counts nothing. The
+            statistics leave the recomputed region as its results, so whoever adds them up does so once, however often
+            the region runs.
         """
-        if cache is not None or not self.training or self._policy == "none":
-            attended = self._attention_half(hidden, cos, sin, mask, cache)
+        if cache is not None:
+            return self._decode(hidden, cos, sin, mask, cache), None
+        if not self.training or self._policy == "none":
+            attended = self._attention_half(hidden, cos, sin, mask)
             return _statistics_apart(self._feed_forward_half(attended, valid_tokens))
         if self._policy == "full":
             return _statistics_apart(self._checkpoint(self._both_halves, hidden, cos, sin, mask, valid_tokens))
         attended = self._attention_half(hidden, cos, sin, mask)
         return _statistics_apart(self._checkpoint(self._feed_forward_half, attended, valid_tokens))
+
+    def _decode(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LatentCache) -> Tensor:
+        attended = self._attention_half(hidden, cos, sin, mask, cache)
+        out = attended + self.mlp(self.post_attention_layernorm(attended))
+        if self.router is not None:
+            self.router.take_last_routing()
+        return out
 
     def _attention_half(
         self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LatentCache | None = None

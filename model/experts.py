@@ -1,5 +1,6 @@
 """The routed experts as one function: sort by expert, multiply each expert's rows, weigh, and sum per token."""
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -11,6 +12,9 @@ from model.config import ModelConfig
 
 # Shape letters: T tokens, K experts a token, N rows sorted by expert (T * K or some more), E experts,
 # H hidden, I intermediate.
+
+
+_FEW_ROWS = 8
 
 
 class RoutedExperts(nn.Module):
@@ -33,7 +37,19 @@ class RoutedExperts(nn.Module):
         Returns:
             (T, H): sum over k of weights[t, k] * expert indices[t, k] of hidden[t]; no token is dropped.
         """
+        if indices.device.type == "cpu" and indices.numel() <= _FEW_ROWS and not torch.is_grad_enabled():
+            return self._row_by_row(hidden, indices, weights)
         return _ExpertsFunction.apply(hidden, weights, indices, self.gate_up_proj, self.down_proj)
+
+    def _row_by_row(self, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        """The same for the few tokens of a decoding step, for which sorting takes longer than multiplying."""
+        out = torch.zeros_like(hidden)
+        for token, chosen in enumerate(indices.tolist()):
+            for place, expert in enumerate(chosen):
+                gate, up = (self.gate_up_proj[expert] @ hidden[token]).chunk(2)
+                inner = F.silu(gate).mul_(up).mul_(weights[token, place])
+                out[token].addmv_(self.down_proj[expert], inner)
+        return out
 
 
 class _ExpertsFunction(torch.autograd.Function):
@@ -96,23 +112,27 @@ class ExpertRows:
         Args:
             indices: (T, K) experts of each token. dtype: of the matrices.
         """
+        self.experts = experts
         counts = count_choices(indices, experts)
         order = indices.flatten().argsort(stable=True)  # (T * K,): sorted place -> place in (T, K)
         row = torch.arange(order.numel(), device=order.device)
         self.offsets: Tensor | None = None
-        self.bounds: list[tuple[int, int]] = []
+        self.segments: list[tuple[int, int, int]] = []  # (expert, first row, end) of those that have rows
         if indices.device.type == "cuda":
             self.offsets = counts.cumsum(0).to(torch.int32)
             self.length = order.numel()
         else:
-            multiple = 1 if dtype in (torch.float32, torch.float64) else _CPU_HALF_PRECISION_ROWS
-            filled = (counts + multiple - 1) // multiple * multiple
-            filled = filled.where(counts > multiple, counts)  # few tokens, as in decoding, are not worth filling up
-            ends = filled.cumsum(0)
-            row += ((ends - filled) - (counts.cumsum(0) - counts)).repeat_interleave(counts)
+            multiple = _CPU_HALF_PRECISION_ROWS
+            ends = counts.cumsum(0)
+            # few tokens, as in decoding, are not worth filling up
+            if dtype not in (torch.float32, torch.float64) and order.numel() > multiple:
+                filled = (counts + multiple - 1) // multiple * multiple
+                filled_ends = filled.cumsum(0)
+                row += (filled_ends - filled - (ends - counts)).repeat_interleave(counts)
+                ends = filled_ends
             bounds = [0, *ends.tolist()]
             self.length = bounds[-1]
-            self.bounds = list(zip(bounds[:-1], bounds[1:], strict=True))
+            self.segments = [(e, start, end) for e, (start, end) in enumerate(pairwise(bounds)) if end > start]
         row_of_place = torch.empty_like(order)
         row_of_place[order] = row
         self.row_of_place = row_of_place.view_as(indices)  # (T, K)
@@ -139,18 +159,18 @@ class ExpertRows:
         if self.offsets is not None:
             return F.grouped_mm(rows, matrices, offs=self.offsets)
         out = rows.new_empty(rows.shape[0], matrices.shape[2])
-        for matrix, (start, end) in zip(matrices, self.bounds, strict=True):
-            if end > start:
-                torch.mm(rows[start:end], matrix, out=out[start:end])
+        for expert, start, end in self.segments:
+            torch.mm(rows[start:end], matrices[expert], out=out[start:end])
         return out
 
     def outer(self, left: Tensor, right: Tensor) -> Tensor:
         """(N, A), (N, B) sorted by expert -> (E, A, B): each expert's sum over its rows of left^T right."""
         if self.offsets is not None:
             return F.grouped_mm(left.mT, right, offs=self.offsets)
-        out = left.new_empty(len(self.bounds), left.shape[1], right.shape[1])
-        for matrix, (start, end) in zip(out, self.bounds, strict=True):
-            torch.mm(left[start:end].mT, right[start:end], out=matrix)  # no rows: zeros
+        new = left.new_empty if len(self.segments) == self.experts else left.new_zeros
+        out = new(self.experts, left.shape[1], right.shape[1])
+        for expert, start, end in self.segments:
+            torch.mm(left[start:end].mT, right[start:end], out=out[expert])
         return out
 
 

@@ -53,7 +53,8 @@ def generate_tokens(
     seen = fresh = input_ids.to(device)
     tokens = torch.zeros(batch_size, dtype=torch.int64)
     for _ in range(max_new_tokens):
-        logits = model(fresh if use_cache else seen, cache=cache)["logits"][:, -1].cpu()
+        output = model(fresh if use_cache else seen, cache=cache, logits_to_keep=1)
+        logits = output["logits"][:, -1].cpu()
         tokens = torch.where(ended, tokens, draw(logits, temperature, top_p, generator))
         yield tokens
         ended = torch.isin(tokens, stops)

@@ -21,6 +21,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., size) -> (..., size), same dtype."""
+        if not torch.is_grad_enabled():  # decoding: one operation instead of nine
+            wide = torch.promote_types(x.dtype, torch.float32)
+            return F.rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide), self.eps).to(x.dtype)
         return _RMSNormFunction.apply(x, self.weight, self.eps)
 
 

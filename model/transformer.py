@@ -75,6 +75,7 @@ class DeepseekForCausalLM(nn.Module):
         valid_tokens: Tensor | None = None,
         loss_denominator: float | Tensor | None = None,
         cache: LatentCache | None = None,
+        logits_to_keep: int = 0,
     ) -> ModelOutput:
         """Logits, or with labels the losses.
 
@@ -86,6 +87,7 @@ class DeepseekForCausalLM(nn.Module):
             valid_tokens: (B, S) bool; False (padding) enters neither expert counts nor the balance loss.
             loss_denominator: what the summed cross-entropies are divided by [tokens]; default: the valid labels here.
             cache: of the tokens before these, extended in place; without labels and document_ids only.
+            logits_to_keep: without labels, how many of the last positions to give logits for; 0 is all S.
         Returns:
             Without labels: logits (B, S, V). With: loss () = CE / denominator + lambda / D * sum over depths of
             CE_k / denominator + balance loss; detached cross_entropy_sum (), sequence_cross_entropy_sum (B,) and
@@ -113,7 +115,7 @@ class DeepseekForCausalLM(nn.Module):
         if labels is None:
             if cache is not None:
                 cache.length += input_ids.shape[1]
-            return {"logits": self.lm_head(hidden)}
+            return {"logits": self.lm_head(hidden[:, -logits_to_keep:])}
         rows, targets = [hidden], [labels]
         for depth, layer in enumerate(self.model.layers[self.model.num_main_layers :], start=1):
             hidden, layer_statistics = self._predict_further(
