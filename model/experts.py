@@ -15,6 +15,8 @@ from model.config import ModelConfig
 
 
 _FEW_ROWS = 8
+# Where one kernel multiplies all experts' rows. The CPU's grouped_mm is a slower loop than ours, but serves in tests.
+_GROUPED_DEVICES = {"cuda"}
 
 
 class RoutedExperts(nn.Module):
@@ -86,10 +88,9 @@ class _ExpertsFunction(torch.autograd.Function):
         grad_down = rows.outer(grad_NH, inner_NI * weight_N1)
         grad_weight_N = inner_NI.mul_(grad_weighed_NI).sum(-1, dtype=ctx.weights_dtype)
         grad_inner_NI = grad_weighed_NI.mul_(weight_N1)
-        grad_N2I = torch.empty_like(gate_up_N2I)
-        grad_gate_NI, grad_up_NI = grad_N2I.chunk(2, dim=-1)
-        torch.mul(grad_inner_NI, silu_NI, out=grad_up_NI)
-        torch.ops.aten.silu_backward.grad_input(grad_inner_NI.mul_(up_NI), gate_NI, grad_input=grad_gate_NI)
+        grad_up_NI = grad_inner_NI * silu_NI
+        grad_gate_NI = torch.ops.aten.silu_backward(grad_inner_NI.mul_(up_NI), gate_NI)
+        grad_N2I = torch.cat([grad_gate_NI, grad_up_NI], dim=-1)
         grad_gate_up = rows.outer(grad_N2I, hidden.index_select(0, rows.token_of_row))
         grad_hidden = rows.sum_by_token(rows.multiply(grad_N2I, gate_up_proj))
         return grad_hidden, rows.collect(grad_weight_N), None, grad_gate_up, grad_down
@@ -118,7 +119,7 @@ class ExpertRows:
         row = torch.arange(order.numel(), device=order.device)
         self.offsets: Tensor | None = None
         self.segments: list[tuple[int, int, int]] = []  # (expert, first row, end) of those that have rows
-        if indices.device.type == "cuda":
+        if indices.device.type in _GROUPED_DEVICES:
             self.offsets = counts.cumsum(0).to(torch.int32)
             self.length = order.numel()
         else:

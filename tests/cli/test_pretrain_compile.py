@@ -1,5 +1,7 @@
 """--torch_compile is refused where it cannot work, before anything starts."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from recipes.cluster.launch import read_launch
@@ -27,3 +29,17 @@ def test_with_expert_parallelism(small_model, small_corpus, tmp_path, monkeypatc
     settings = ["--set", "expert_parallel.enabled=true", "expert_parallel.autoep_size=1"]
     (fault,) = fault_of(small_model, small_corpus, tmp_path / "run", *settings)
     assert fault.startswith("--torch_compile: with expert_parallel")
+
+
+@pytest.mark.parametrize(("dtype", "refused"), [("fp16", True), ("bf16", False)])
+def test_on_a_gpu_in_half_precision(monkeypatch, dtype, refused):
+    monkeypatch.setattr(plan_run, "has_compiler", lambda: True)
+    resolved = SimpleNamespace(config={dtype: {"enabled": True}})
+    model = SimpleNamespace(n_routed_experts=8)
+    plan = SimpleNamespace(autoep_size=0, device_type="cuda", model=model, resolved=resolved)
+    if not refused:
+        plan_run._check_compiles(plan)
+        return
+    with pytest.raises(UserError) as raised:
+        plan_run._check_compiles(plan)
+    assert raised.value.faults[0].startswith("--torch_compile: in fp16 on a GPU")
