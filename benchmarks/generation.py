@@ -29,7 +29,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 def build_pair(dtype: torch.dtype, experts: str) -> tuple[Any, Any]:
     """Ours and theirs with the same weights."""
-    ours = DeepseekForCausalLM(ModelConfig(**BENCH_MODEL))
+    ours = DeepseekForCausalLM(ModelConfig.from_dict(BENCH_MODEL))
     ours.init_weights(1)
     config = DeepseekV3Config(**ours.config.to_dict())
     config._experts_implementation = experts

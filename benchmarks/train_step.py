@@ -109,7 +109,7 @@ class Side:
         seconds = [s for turn in counted for s in turn["seconds"]]
         step_seconds = statistics.median(seconds)
         tokens = self.job["micro_batch"] * self.job["seq_length"] * self.job["ranks"]
-        flops = training_flops_per_token(ModelConfig(**self.job["model"]), self.job["seq_length"])
+        flops = training_flops_per_token(ModelConfig.from_dict(self.job["model"]), self.job["seq_length"])
         parts = [part for turn in counted for part in turn["parts"]]
         return {
             "name": self.name,

@@ -52,7 +52,7 @@ def our_model(job: dict[str, Any], seed: int = 1) -> torch.nn.Module:
     """Ours, with the weights that both sides begin with."""
     from model.transformer import DeepseekForCausalLM
 
-    model = DeepseekForCausalLM(ModelConfig(**job["model"]))
+    model = DeepseekForCausalLM(ModelConfig.from_dict(job["model"]))
     model.init_weights(seed)
     model.set_gradient_checkpointing(job["checkpointing"])
     return model
@@ -60,12 +60,13 @@ def our_model(job: dict[str, Any], seed: int = 1) -> torch.nn.Module:
 
 def their_model(job: dict[str, Any]) -> torch.nn.Module:
     """transformers' class with our weights."""
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+    import transformers
 
     ours = our_model(job)
-    config = DeepseekV3Config(**ours.config.to_dict(), use_cache=False)
+    family = "DeepseekV3" if ours.config.model_type == "deepseek_v3" else "DeepseekV2"
+    config = getattr(transformers, f"{family}Config")(**ours.config.to_dict(), use_cache=False)
     config._experts_implementation = job["experts"]
-    model = DeepseekV3ForCausalLM(config)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
     model.load_state_dict(ours.state_dict())
     if job["checkpointing"] == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -63,22 +63,24 @@ class _ExpertsFunction(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weights: Tensor, indices: Tensor, gate_up_proj: Tensor, down_proj: Tensor
     ) -> Tensor:
-        rows = ExpertRows(indices, gate_up_proj.shape[0], hidden.dtype)
+        rows = rows_by_expert(indices, gate_up_proj.shape[0], hidden.dtype)
         gate_up_N2I = rows.multiply(hidden.index_select(0, rows.token_of_row), gate_up_proj.mT)
         gate_NI, up_NI = gate_up_N2I.chunk(2, dim=-1)
         weight_N1 = rows.spread(weights).to(hidden.dtype)
         # down() is linear, so the rows are weighed before it, where they are narrower.
         weighed_NI = F.silu(gate_NI).mul_(up_NI).mul_(weight_N1)
         out_NH = rows.multiply(weighed_NI, down_proj.mT)
-        ctx.save_for_backward(hidden, gate_up_N2I, weight_N1, gate_up_proj, down_proj)
-        ctx.rows, ctx.weights_dtype = rows, weights.dtype
+        # Every tensor is saved, none is an attribute: what recomputation drops is what was saved.
+        places = rows.row_of_place, rows.token_of_row, rows.offsets
+        ctx.save_for_backward(hidden, gate_up_N2I, weight_N1, gate_up_proj, down_proj, *places)
+        ctx.segments, ctx.weights_dtype = rows.segments, weights.dtype
         return rows.sum_by_token(out_NH)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, gate_up_N2I, weight_N1, gate_up_proj, down_proj = ctx.saved_tensors
-        rows: ExpertRows = ctx.rows
+        hidden, gate_up_N2I, weight_N1, gate_up_proj, down_proj, row_of_place, token_of_row, offsets = ctx.saved_tensors
+        rows = ExpertRows(row_of_place, token_of_row, offsets, ctx.segments, gate_up_proj.shape[0])
         gate_NI, up_NI = gate_up_N2I.chunk(2, dim=-1)
         silu_NI = F.silu(gate_NI)
         inner_NI = silu_NI * up_NI
@@ -101,49 +103,64 @@ class _ExpertsFunction(torch.autograd.Function):
 _CPU_HALF_PRECISION_ROWS = 32
 
 
+def rows_by_expert(indices: Tensor, experts: int, dtype: torch.dtype) -> "ExpertRows":
+    """Sort the choices by expert.
+
+    Args:
+        indices: (T, K) experts of each token. dtype: of the matrices.
+    """
+    counts = count_choices(indices, experts)
+    order = indices.flatten().argsort(stable=True)  # (T * K,): sorted place -> place in (T, K)
+    row = torch.arange(order.numel(), device=order.device)
+    ends = counts.cumsum(0)
+    offsets, length, segments = None, order.numel(), []
+    if indices.device.type in _GROUPED_DEVICES:
+        offsets = ends.to(torch.int32)
+    else:
+        multiple = _CPU_HALF_PRECISION_ROWS
+        # few tokens, as in decoding, are not worth filling up
+        if dtype not in (torch.float32, torch.float64) and order.numel() > multiple:
+            filled = (counts + multiple - 1) // multiple * multiple
+            filled_ends = filled.cumsum(0)
+            row += (filled_ends - filled - (ends - counts)).repeat_interleave(counts)
+            ends = filled_ends
+        bounds = [0, *ends.tolist()]
+        length = bounds[-1]
+        segments = [(e, start, end) for e, (start, end) in enumerate(pairwise(bounds)) if end > start]
+    row_of_place = torch.empty_like(order)
+    row_of_place[order] = row
+    # The rows that fill up are copies of token 0's whose weight is 0, so that they add nothing to any gradient.
+    token_of_row = order.new_zeros(length)
+    token_of_row[row] = order // indices.shape[1]
+    return ExpertRows(row_of_place.view_as(indices), token_of_row, offsets, segments, experts)
+
+
 class ExpertRows:
     """Where each expert's rows lie in a matrix sorted by expert, and what is done to such matrices.
 
-    The one place that decides by device: on a GPU the row counts stay there and one grouped kernel takes them, without
-    the host waiting; on a CPU they are plain integers and each expert is one matrix product.
+    On a GPU the row counts stay there and one grouped kernel takes them, without the host waiting; on a CPU they are
+    plain integers and each expert is one matrix product.
+
+    Args:
+        row_of_place: (T, K). token_of_row: (N,).
+        offsets: (E,) int32, the end of each expert's rows, where a grouped kernel takes them; else None.
+        segments: otherwise (expert, first row, end) of the experts that have rows. experts: E.
     """
 
-    def __init__(self, indices: Tensor, experts: int, dtype: torch.dtype) -> None:
-        """
-        Args:
-            indices: (T, K) experts of each token. dtype: of the matrices.
-        """
-        self.experts = experts
-        counts = count_choices(indices, experts)
-        order = indices.flatten().argsort(stable=True)  # (T * K,): sorted place -> place in (T, K)
-        row = torch.arange(order.numel(), device=order.device)
-        self.offsets: Tensor | None = None
-        self.segments: list[tuple[int, int, int]] = []  # (expert, first row, end) of those that have rows
-        if indices.device.type in _GROUPED_DEVICES:
-            self.offsets = counts.cumsum(0).to(torch.int32)
-            self.length = order.numel()
-        else:
-            multiple = _CPU_HALF_PRECISION_ROWS
-            ends = counts.cumsum(0)
-            # few tokens, as in decoding, are not worth filling up
-            if dtype not in (torch.float32, torch.float64) and order.numel() > multiple:
-                filled = (counts + multiple - 1) // multiple * multiple
-                filled_ends = filled.cumsum(0)
-                row += (filled_ends - filled - (ends - counts)).repeat_interleave(counts)
-                ends = filled_ends
-            bounds = [0, *ends.tolist()]
-            self.length = bounds[-1]
-            self.segments = [(e, start, end) for e, (start, end) in enumerate(pairwise(bounds)) if end > start]
-        row_of_place = torch.empty_like(order)
-        row_of_place[order] = row
-        self.row_of_place = row_of_place.view_as(indices)  # (T, K)
-        # The rows that fill up are copies of token 0's whose weight is 0, so that they add nothing to any gradient.
-        self.token_of_row = order.new_zeros(self.length)  # (N,)
-        self.token_of_row[row] = order // indices.shape[1]
+    def __init__(
+        self,
+        row_of_place: Tensor,
+        token_of_row: Tensor,
+        offsets: Tensor | None,
+        segments: list[tuple[int, int, int]],
+        experts: int,
+    ) -> None:
+        self.row_of_place, self.token_of_row, self.offsets = row_of_place, token_of_row, offsets
+        self.segments, self.experts = segments, experts
 
     def spread(self, weights: Tensor) -> Tensor:
         """(T, K) -> (N, 1): each row's weight; 0 where no token asked for the row."""
-        rows = weights.new_zeros(self.length)
+        rows = weights.new_zeros(len(self.token_of_row))
         rows[self.row_of_place.flatten()] = weights.flatten()
         return rows.unsqueeze(-1)
 
@@ -168,7 +185,7 @@ class ExpertRows:
         """(N, A), (N, B) sorted by expert -> (E, A, B): each expert's sum over its rows of left^T right."""
         if self.offsets is not None:
             return F.grouped_mm(left.mT, right, offs=self.offsets)
-        new = left.new_empty if len(self.segments) == self.experts else left.new_zeros
+        new = left.new_empty if len(self.segments) == self.experts else left.new_zeros  # no rows: zeros
         out = new(self.experts, left.shape[1], right.shape[1])
         for expert, start, end in self.segments:
             torch.mm(left[start:end].mT, right[start:end], out=out[expert])

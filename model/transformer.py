@@ -22,7 +22,9 @@ class DeepseekModel(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.num_main_layers = config.num_hidden_layers
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        rows, width = config.vocab_size, config.hidden_size
+        # With no weight given it draws values that nobody uses, for which the meta device imports seconds of code.
+        self.embed_tokens = nn.Embedding(rows, width, _weight=torch.empty(rows, width))
         main = [DecoderLayer(config, index) for index in range(config.num_hidden_layers)]
         depths = [
             MultiTokenPredictionLayer(config, config.num_hidden_layers + depth)

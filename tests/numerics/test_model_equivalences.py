@@ -8,7 +8,7 @@ from model_cases import CASES, MOE_16B, V3, build_model, random_ids, relative_di
 from model.attention import LatentCache, attend, document_mask
 from model.causal_attention import CausalAttentionFunction
 from model.config import ModelConfig
-from model.experts import ExpertRows, RoutedExperts
+from model.experts import RoutedExperts, rows_by_expert
 from model.moe import iter_routers
 
 MTP = V3 | {"num_nextn_predict_layers": 1, "balance_loss_alpha": 0.01}
@@ -166,7 +166,7 @@ def test_grouped_products_of_gpus_equal_those_of_cpus(dtype):
     """The branch that a GPU takes runs on a CPU too: an expert without rows, one with all others' share."""
     generator = torch.Generator().manual_seed(0)
     indices = torch.tensor([[0], [2], [2], [3], [2], [0], [2]])  # expert 1 has no row
-    by_expert, grouped = (ExpertRows(indices, 4, torch.float32) for _ in range(2))
+    by_expert, grouped = (rows_by_expert(indices, 4, torch.float32) for _ in range(2))
     grouped.offsets = torch.tensor([2, 2, 6, 7], dtype=torch.int32)
     left, right = (torch.randn(7, n, generator=generator).to(dtype) for n in (16, 24))
     matrices = torch.randn(4, 16, 24, generator=generator).to(dtype)
@@ -190,7 +190,7 @@ def test_rows_that_fill_up_add_nothing():
     indices = torch.stack([torch.full((tokens,), 2), torch.where(torch.arange(tokens) < 10, 3, 0)], dim=1)
     weights = torch.rand(tokens, 2, requires_grad=True)
     grad = torch.randn(tokens, V3["hidden_size"]).bfloat16()
-    assert ExpertRows(indices, 4, torch.bfloat16).length == 32 + 160 + 160
+    assert len(rows_by_expert(indices, 4, torch.bfloat16).token_of_row) == 32 + 160 + 160
 
     inputs = [hidden, weights, experts.gate_up_proj, experts.down_proj]
     out = experts(hidden, indices, weights)
