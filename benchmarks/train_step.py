@@ -121,7 +121,12 @@ class Side:
             "gflops_per_second": tokens / step_seconds * flops / 1e9,
             "parts": {key: statistics.median(part[key] for part in parts) for key in parts[0]},
             "peak_bytes": max(answer["peak_bytes"] for answers in self.turns[1:] for answer in answers),
-            "losses": [loss for answers in self.turns for loss in answers[0]["losses"]],
+            # a rank of theirs knows the loss of its own sequences, one of ours that of all
+            "losses": [
+                statistics.mean(each)
+                for answers in self.turns
+                for each in zip(*(answer["losses"] for answer in answers), strict=True)
+            ],
         }
 
 
