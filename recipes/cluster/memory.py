@@ -14,6 +14,7 @@ from recipes.config.ds_check import autoep_size, offload_device, precision, sect
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _ALLREDUCE_ELEMENTS = 500_000_000  # that DeepSpeed's engine reduces at once where no ZeRO bucket does
+_LEAST_SWAPPED = 1 << 20  # bytes of a tensor that DeepSpeed writes to NVMe
 _ALIGNMENT = 2  # elements: DeepSpeed aligns each rank's part of a flat buffer for NCCL
 # Tensors of a parameter's size that an optimizer keeps beside the weights
 _STATES = {"adam": 2, "adamw": 2, "lamb": 2, "muon": 1, "lion": 1, "adagrad": 1, "sgd": 0}
@@ -32,6 +33,7 @@ class ModelState:
         communication: buckets, and at stage 3 the weights gathered for use.
         step: what the optimizer step needs besides, when no activations are there.
         host: in the host's memory, by offloading.
+        disk: in files, by offloading to NVMe.
     """
 
     weights: int
@@ -40,6 +42,7 @@ class ModelState:
     communication: int
     step: int
     host: int = 0
+    disk: int = 0
 
 
 @dataclass(frozen=True)
@@ -222,15 +225,45 @@ def _stage_3(flat: list[_FlatGroup], config: dict[str, Any], element: int, gradi
 
 def _offloaded(state: ModelState, flat: list[_FlatGroup], config: dict[str, Any], element: int) -> ModelState:
     """Move what is offloaded to the host, or to a disk behind it."""
-    if offload_device(config, "offload_optimizer") == "none":
+    optimizer, param = offload_device(config, "offload_optimizer"), offload_device(config, "offload_param")
+    if optimizer == "none":
         return state
     own = sum(group.part for group in flat)
     largest = max(n for group in flat for _, n in group.parameters)
-    weights, host = state.weights, state.optimizer + own * (4 + element) + largest * element
-    if offload_device(config, "offload_param") != "none":
+    weights, host, disk = state.weights, state.optimizer + own * (4 + element) + largest * element, 0
+    if optimizer == "nvme":
+        disk, buffers = _swapped_optimizer(flat, config)
+        host += buffers - disk
+    if param != "none":
         weights, host = 0, host + state.weights
+    if param == "nvme":
+        swap = section(config, "zero_optimization", "offload_param")
+        disk += state.weights
+        host += min(0, int(swap.get("max_in_cpu", 1_000_000_000)) * element - state.weights)
+        host += int(swap.get("buffer_count", 5)) * int(swap.get("buffer_size", 100_000_000)) * element
     # gradients leave for the host as they come, through one buffer of the largest parameter's size
-    return ModelState(weights, largest * element, 0, state.communication, 0, host)
+    return ModelState(weights, largest * element, 0, state.communication, 0, host, disk)
+
+
+def _swapped_optimizer(flat: list[_FlatGroup], config: dict[str, Any]) -> tuple[int, int]:
+    """Bytes of float32 weights, state and gradients on the disk, and of the host's buffers that they pass through.
+
+    DeepSpeed fetches one sub-group of parameters at a time, and leaves in memory what is smaller than _LEAST_SWAPPED.
+    """
+    size = _elements(config, "sub_group_size", 1_000_000_000)
+    disk = largest = 0
+    for group in flat:
+        numel = 0
+        parts = [math.ceil(n / group.ranks) for _, n in group.parameters]
+        for index, part in enumerate(parts):
+            numel += part
+            disk += part * 4 if part * 4 >= _LEAST_SWAPPED else 0  # its gradient
+            if numel >= size or index == len(parts) - 1:
+                largest = max(largest, numel)
+                disk += _master_and_states(config, numel, group.states) if numel * 4 >= _LEAST_SWAPPED else 0
+                numel = 0
+    count = section(config, "zero_optimization", "offload_optimizer").get("buffer_count", 4)
+    return disk, int(count) * largest * 4
 
 
 def _elements(config: dict[str, Any], key: str, default: int) -> int:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -38,7 +39,7 @@ def needed_ops(ds_config: dict[str, Any]) -> list[str]:
     if adam:
         ops.append("cpu_adam" if devices & {"cpu", "nvme"} else "fused_adam")
     if "nvme" in devices:
-        ops.append("async_io")
+        ops += ["pin_memory", "async_io"]  # the second is linked against the first
     return ops
 
 
@@ -62,8 +63,8 @@ def main() -> int:
     folder = extensions_folder()
     config = load_ds_config(sys.argv[1])
     # "auto" becomes torch's Adam wherever there is no offload (recipes/config/ds_auto.py), which needs no build
-    if config["optimizer"]["params"].get("torch_adam") == "auto" and "offload" not in str(config["zero_optimization"]):
-        config["optimizer"]["params"]["torch_adam"] = True
+    if config["optimizer"]["params"].get("torch_adam") == "auto":
+        config["optimizer"]["params"]["torch_adam"] = "offload_optimizer" not in config["zero_optimization"]
     ops = needed_ops(config)
     prepare_op_builds(config, "cpu")
     from deepspeed.ops import op_builder
@@ -71,6 +72,7 @@ def main() -> int:
     builders = {
         "cpu_adam": op_builder.CPUAdamBuilder,
         "fused_adam": op_builder.FusedAdamBuilder,
+        "pin_memory": op_builder.PinMemoryBuilder,
         "async_io": op_builder.AsyncIOBuilder,
     }
     for op in ops:
@@ -141,6 +143,15 @@ def has_compiler() -> bool:
     """Whether ninja and a C++ compiler are on PATH (ninja also beside this Python, where pip puts it)."""
     ninja = shutil.which("ninja") or (Path(sys.executable).parent / "ninja").exists()
     return bool(ninja) and shutil.which(os.environ.get("CXX", "c++")) is not None
+
+
+def has_libaio() -> bool:
+    """Whether the compiler finds libaio's header and library, which the op async_io is built with."""
+    if not has_compiler():
+        return False
+    words = [os.environ.get("CXX", "c++"), "-x", "c++", "-", "-laio", "-o", os.devnull]
+    program = b"#include <libaio.h>\nint main() { return 0; }\n"
+    return subprocess.run(words, input=program, capture_output=True, check=False).returncode == 0
 
 
 if __name__ == "__main__":

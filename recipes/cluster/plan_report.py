@@ -94,11 +94,12 @@ class PlanReport:
         state, resolved = plan.state, plan.resolved
         sizes = [plan.total_bytes, state.weights, state.gradients, state.optimizer, state.communication]
         sizes += [plan.activations[policy].kept + plan.activations[policy].layer for policy in POLICIES]
-        sizes += [plan.activations["none"].logits, state.host]
+        sizes += [plan.activations["none"].logits]
         return [
             plan.name,
             "yes" if plan.fits else "NO",
             *(f"{size / GB:.1f}" for size in sizes),
+            f"{state.host / GB:.1f}" + (f" + {state.disk / GB:.1f} on disk" if state.disk else ""),
             plan.policy,
             f"{resolved.micro_batch_size} x {resolved.gradient_accumulation_steps}",
             f"{plan.tokens_per_step / 1e6:.2f}",
@@ -156,6 +157,7 @@ class PlanReport:
             "optimizer_bytes": state.optimizer,
             "communication_buffers_bytes": state.communication,
             "host_bytes": state.host,
+            "disk_bytes": state.disk,
             "activations_bytes": {p: a.kept + a.layer for p, a in plan.activations.items()},
             "logits_bytes": plan.activations["none"].logits,
             "gradient_checkpointing": plan.policy,

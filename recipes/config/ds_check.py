@@ -38,6 +38,10 @@ def offload_device(config: dict[str, Any], what: str) -> str:
     return section(config, "zero_optimization", what).get("device", "none")
 
 
+def offloads_to_nvme(config: dict[str, Any]) -> bool:
+    return "nvme" in (offload_device(config, "offload_optimizer"), offload_device(config, "offload_param"))
+
+
 def precision(config: dict[str, Any]) -> str:
     """ "fp16", "bf16" or "fp32": what the weights are computed in."""
     return "fp16" if enabled(config, "fp16") else "bf16" if enabled(config, "bf16") else "fp32"
@@ -163,6 +167,11 @@ def _offload(config: dict[str, Any], facts: "RunFacts") -> Iterator[str]:
                 f'zero_optimization.offload_optimizer.device: "{optimizer}" needs the op cpu_adam, and there is no '
                 'C++ compiler or ninja to build it; install them, or write "none"'
             )
+    if optimizer == "nvme" and stage in (1, 2):
+        yield (
+            f'zero_optimization.offload_optimizer.device: "nvme" at stage {stage}, where DeepSpeed keeps the optimizer '
+            'in the host\'s memory without a word; write stage 3, or "cpu"'
+        )
     if param != "none" and stage != 3:
         yield f"zero_optimization.offload_param: is for stage 3 only, and the stage is {stage}; delete it"
     for key, device in (("offload_optimizer", optimizer), ("offload_param", param)):

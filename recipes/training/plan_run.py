@@ -8,10 +8,10 @@ from model.config import ConfigError, ModelConfig, load_model_config
 from model.flops import count_parameters
 from recipes.cluster.launch import Launch, device_dtypes, device_type, prefers_bf16
 from recipes.cluster.nccl_presets import NcclPreset, choose_preset, count_nodes, read_fabric
-from recipes.cluster.op_builds import has_compiler
+from recipes.cluster.op_builds import has_compiler, has_libaio
 from recipes.cluster.preflight import RunNeeds
 from recipes.config.batch_plan import BatchRamp
-from recipes.config.ds_check import autoep_size, enabled, precision, zero_stage
+from recipes.config.ds_check import autoep_size, enabled, offloads_to_nvme, precision, zero_stage
 from recipes.config.ds_config import (
     ResolvedDsConfig,
     RunFacts,
@@ -169,6 +169,7 @@ def resolve_run(
         raise UserError(f"--output_dir {folder}: is a file; give a folder")
     device = device_type()
     source = config.deepspeed_config or str(choose_ds_config(device, launch.world_size, prefers_bf16()))
+    ds_config = apply_overrides(load_ds_config(source), config.ds_overrides)
     facts = RunFacts(
         world_size=launch.world_size,
         device_type=device,
@@ -181,12 +182,11 @@ def resolve_run(
         lr_scaling=config.lr_scaling,
         reference_batch_size=config.reference_batch_size,
         compiler_available=has_compiler(),
+        async_io_available=offloads_to_nvme(ds_config) and has_libaio(),
         output_dir=folder,
         batch_ramp=BatchRamp.parse(config.batch_ramp) if config.batch_ramp else None,
     )
-    resolved = resolve_ds_config(
-        apply_overrides(load_ds_config(source), config.ds_overrides), source=source, facts=facts
-    )
+    resolved = resolve_ds_config(ds_config, source=source, facts=facts)
     check_fresh_folder(folder, config.resume, config.overwrite)
     if config.log_group_norms and enabled(resolved.config, "expert_parallel"):
         raise UserError(

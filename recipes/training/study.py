@@ -52,7 +52,7 @@ def run_study(settings: StudySettings, name: str) -> optuna.Study:
         storage=f"sqlite:///{settings.folder / 'study.db'}",
         load_if_exists=True,
         sampler=_sampler(settings),
-        pruner=optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=1),
+        pruner=_pruner(settings),
     )
     for trial in study.get_trials(states=(TrialState.RUNNING,)):  # an earlier call was ended in their midst
         study.tell(trial.number, state=TrialState.FAIL)
@@ -68,6 +68,12 @@ def run_study(settings: StudySettings, name: str) -> optuna.Study:
             catch=(TrialFailed,),
         )
     return study
+
+
+def _pruner(settings: StudySettings) -> optuna.pruners.BasePruner:
+    if settings.on_a_grid:  # which rate is best shows at the end alone, and the best one's neighbours count as well
+        return optuna.pruners.NopPruner()
+    return optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=1)
 
 
 def _sampler(settings: StudySettings) -> optuna.samplers.BaseSampler:

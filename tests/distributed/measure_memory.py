@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.held_bytes import all_tensors, sizes, storages
 from model.config import ModelConfig
 from recipes.cluster.launch import quiet_deepspeed, read_launch, start_process_group, stop_process_group
 from recipes.training.engine import build_engine, build_model
@@ -56,40 +57,6 @@ def drawn(config, settings):
     model = build_model(config, settings)
     draw_weights(model, seed=1)
     return model
-
-
-def storages(tensors):
-    """Address -> bytes of every storage behind the tensors."""
-    found = {}
-    for tensor in tensors:
-        if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().nbytes():
-            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    return found
-
-
-def all_tensors():
-    gc.collect()
-    return [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
-
-
-def sizes(engine, before):
-    """Bytes of PARTS now. What is neither weights nor optimizer state, nor was there before, is gradients."""
-    optimizer, basic = engine.optimizer, engine.basic_optimizer
-    parameters = list(engine.module.parameters())
-    weights = storages([*parameters, *(getattr(p, "ds_tensor", None) for p in parameters)])
-    for name in ("bit16_groups_flat", "fp16_partitioned_groups_flat", "bf16_groups_flat"):
-        weights |= storages(getattr(optimizer, name, []))
-    state = [p for group in basic.param_groups for p in group["params"]]
-    for name in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat_partition"):
-        state += getattr(optimizer, name, [])
-    state += [value for values in basic.state.values() for value in values.values()]
-    state = {address: size for address, size in storages(state).items() if address not in weights}
-    # gradients hang on the parameters without a Python object of their own until they are asked for
-    held = storages(
-        [*all_tensors(), *(p.grad for p in parameters), *(getattr(p, "grad_accum", None) for p in parameters)]
-    )
-    rest = {a: size for a, size in held.items() if a not in weights and a not in state and a not in before}
-    return [sum(part.values()) for part in (weights, state, rest)]
 
 
 def measure(config, settings):

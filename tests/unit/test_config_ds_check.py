@@ -83,6 +83,10 @@ CASES = [
         ["zero_optimization.stage=3", 'zero_optimization.offload_param={"device":"nvme","nvme_path":"/n"}'], {},
         "zero_optimization.offload_param.device", "async_io",
     ),
+    (
+        ['zero_optimization.offload_optimizer={"device":"nvme","nvme_path":"/n"}'], {"async_io_available": True},
+        'zero_optimization.offload_optimizer.device: "nvme" at stage', "write stage 3",
+    ),
     (["expert_parallel.enabled=true", "expert_parallel.autoep_size=3"], {"world_size": 6, "global_batch_size": 12},
      "expert_parallel.autoep_size: 3 does not divide the model's 8", "write 1 or 2"),
     (["expert_parallel.enabled=true", "expert_parallel.autoep_size=4"], {},

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from recipes.cluster.op_builds import wait_for_build_lock
+from recipes.cluster.op_builds import has_libaio, needed_ops, wait_for_build_lock
 from recipes.config.errors import UserError
 
 
@@ -55,3 +55,23 @@ def test_released_lock_lets_the_run_go_on(lock):
 
 def test_no_lock_no_wait(tmp_path):
     wait_for_build_lock(tmp_path / "lock")
+
+
+def test_the_ops_of_offload():
+    def needed(**zero):
+        return needed_ops({"optimizer": {"type": "AdamW", "params": {}}, "zero_optimization": zero})
+
+    assert needed() == ["fused_adam"]
+    assert needed(offload_optimizer={"device": "cpu"}) == ["cpu_adam"]
+    assert needed(offload_optimizer={"device": "nvme"}) == ["cpu_adam", "pin_memory", "async_io"]
+
+
+def test_libaio_is_what_the_compiler_finds(monkeypatch, tmp_path):
+    compiler = tmp_path / "compiler"
+    monkeypatch.setenv("CXX", str(compiler))
+    for code, expected in ((0, True), (1, False)):
+        compiler.write_text(f"#!/bin/sh\nexit {code}\n")
+        compiler.chmod(0o755)
+        assert has_libaio() is expected
+    compiler.unlink()
+    assert not has_libaio()

@@ -49,6 +49,21 @@ def test_offloaded_state_is_in_the_hosts_memory():
     assert state.optimizer == 0 and state.host / P == pytest.approx((12 + 4 + 2) / 2, rel=1e-2)
 
 
+def test_an_optimizer_on_nvme_passes_through_buffers_of_one_sub_group():
+    # by hand, one rank: three tensors of 1,000,000 elements, sub-groups of two and of one; and one of 1,000, which
+    # DeepSpeed keeps in memory, as it is below 1 MiB
+    groups = [[("a", 1_000_000), ("b", 1_000_000), ("c", 1_000_000)], [("norm", 1000)]]
+    zero = {"device": "nvme", "nvme_path": "/n"}
+    state = model_state_bytes(groups, config(3, offload_optimizer=zero, sub_group_size=1_500_000), 1)
+    assert state.disk == 3_000_000 * (12 + 4)  # weights, two moments, a gradient
+    kept = 1000 * (12 + 4) + 3_001_000 * 2  # and all gradients in bf16, as they come
+    assert state.host == kept + 4 * 2_000_000 * 4 + 1_000_000 * 2
+    zero = {"offload_optimizer": zero, "offload_param": zero | {"max_in_cpu": 0, "buffer_size": 1_000_000}}
+    both = model_state_bytes(groups, config(3, **zero, sub_group_size=1_500_000), 1)
+    assert both.weights == 0 and both.disk - state.disk == 3_001_000 * 2
+    assert both.host - state.host == 5 * 1_000_000 * 2
+
+
 def test_experts_are_shared_by_fewer_ranks():
     # half of the elements are experts: 8 ranks hold a quarter each of them and split it two ways
     groups = [[("model.layers.0.mlp.experts.down_proj", P), ("model.norm.weight", P)]]
