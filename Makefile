@@ -22,8 +22,10 @@ $(VENV)/.ready-test: $(VENV)/.ready tests/requirements.txt
 	$(BIN)/pip install --quiet --requirement tests/requirements.txt
 	touch $@
 
+# The second part starts several processes for each test, so its tests run one after the other.
 test: $(VENV)/.ready-test
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest tests/unit tests/numerics tests/cli -n 2 --dist loadfile
+	$(BIN)/python -m pytest tests --ignore tests/unit --ignore tests/numerics --ignore tests/cli
 
 test-gpu: $(VENV)/.ready-test
 	$(BIN)/python -m pytest tests -m gpu
