@@ -53,12 +53,14 @@ def plot_against_batch(trials: dict[int, list[tuple[float, float]]], comparison:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import NullFormatter
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2))
     for batch, points in sorted(trials.items()):
         rates, losses = zip(*sorted(points), strict=True)
         left.plot(rates, losses, "o-", label=f"{batch} sequences")
     left.set(xscale="log", xlabel="learning rate", ylabel="loss [nats per token]", title="Trials that ended")
+    left.xaxis.set_minor_formatter(NullFormatter())  # within a decade its labels run into each other
     left.legend(title="global batch")
     batches = sorted(trials)
     right.plot(batches, [comparison["best_learning_rate"][str(b)] for b in batches], "o", label="best found")
@@ -66,6 +68,8 @@ def plot_against_batch(trials: dict[int, list[tuple[float, float]]], comparison:
     right.set(xscale="log", yscale="log", xlabel="global batch [sequences]", ylabel="best learning rate")
     right.set_xticks(batches, [str(batch) for batch in batches])
     right.minorticks_off()
+    right.set_yticks([comparison["best_learning_rate"][str(b)] for b in batches])
+    right.yaxis.set_major_formatter("{x:.1e}")
     right.set_title(f"best rate ~ batch ** {comparison['exponent']:.2f}")
     right.legend()
     figure.tight_layout()
