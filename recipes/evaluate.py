@@ -10,12 +10,15 @@ import json
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 if not __package__:  # run as a script: the repository's root, not recipes/, must be importable
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from recipes.config.errors import UserError, run_command
+from recipes.config.errors import UserError, run_rank
+
+if TYPE_CHECKING:
+    from recipes.cluster.launch import Launch
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -54,12 +57,21 @@ def main(argv: list[str] | None = None) -> int:
     """Load, evaluate, and let the first rank print."""
     arguments = build_parser().parse_args(argv)
     _check(arguments)
-    from recipes.cluster.launch import quiet_deepspeed, read_launch, start_process_group, stop_process_group
-    from recipes.training.moving_average import open_moving_average
-    from recipes.training.trained_model import open_weights
+    from recipes.cluster.guard import guarded
+    from recipes.cluster.launch import quiet_deepspeed, read_launch
 
     quiet_deepspeed()
     launch = read_launch()
+    with guarded(launch):  # a mistake that one rank alone finds must end the others, too
+        _evaluate(arguments, launch)
+    return 0
+
+
+def _evaluate(arguments: argparse.Namespace, launch: "Launch") -> None:
+    from recipes.cluster.launch import start_process_group, stop_process_group
+    from recipes.training.moving_average import open_moving_average
+    from recipes.training.trained_model import open_weights
+
     if arguments.device_map and launch.world_size > 1:
         raise UserError(f"--device_map auto: one process drives all GPUs; {launch.world_size} ranks were started")
     weights = open_moving_average(arguments.checkpoint) if arguments.ema else open_weights(arguments.checkpoint)
@@ -79,7 +91,6 @@ def main(argv: list[str] | None = None) -> int:
     if launch.is_main:
         _report(arguments, result)
     stop_process_group()
-    return 0
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -213,4 +224,4 @@ def _report(arguments: argparse.Namespace, result: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main))
+    run_rank(main)

@@ -162,6 +162,8 @@ class TrainingRun:
         count = self.plan.resolved.batch_plan.batch_at(self.state.step - 1)
         state = self._spike_watch.answer(self.state, self.plan.layout, count, self.writer.finish, metrics)
         self.state = state or self.state
+        if state and self.moving_average:
+            self.moving_average.go_on_from(state.step)
         return state is not None
 
     def _passes_over(self) -> bool:

@@ -40,10 +40,14 @@ class MovingAverage:
         self.engine, self.decay, self.every, self.run = engine, decay, every or DEFAULT_STEPS, run
         self.rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self.owners = share_out({name: _size(p) for name, p in engine.module.named_parameters()}, ranks)
-        saved = FolderTensors(run / FOLDER / checkpoint_name(step))
-        if step and not saved and self.rank == 0:
-            print(f"no moving average of step {step} in {run}: it begins from the weights there", flush=True)
         self.tensors: dict[str, Tensor] = {}
+        self.go_on_from(step)
+
+    def go_on_from(self, step: int) -> None:
+        """Take up the average saved at a step, or else the engine's weights, of that step; all ranks call it."""
+        saved = FolderTensors(self.run / FOLDER / checkpoint_name(step))
+        if step and not saved and self.rank == 0:
+            print(f"no moving average of step {step} in {self.run}: it begins from the weights there", flush=True)
         for name, weight in self._weights():
             if self.owners[name] == self.rank:
                 self.tensors[name] = saved[name] if name in saved else weight.clone()
