@@ -1,5 +1,6 @@
 """How this process's memory is given back to the system, or kept."""
 
+import contextlib
 import ctypes
 import os
 from collections.abc import Mapping
@@ -36,3 +37,9 @@ def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
         return False
     settings = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _NEVER), (_M_TOP_PAD, _TOP_PAD_BYTES))
     return all(mallopt(name, value) for name, value in settings)
+
+
+def give_back_freed_memory() -> None:
+    """Give the system what is free now; before the first step, so that what loading needed does not hide a leak."""
+    with contextlib.suppress(AttributeError):  # a C library without it
+        ctypes.CDLL(None).malloc_trim(0)

@@ -14,6 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from model.flops import training_flops_per_token
+from recipes.cluster.host_memory import give_back_freed_memory
 from recipes.data.conversation_data import evaluation_batches
 from recipes.data.corpus import PreparedCorpus
 from recipes.data.loader import StepBatch, TrainingData, step_batches
@@ -61,6 +62,7 @@ class TrainingRun:
             writer = MetricsWriter(self.plan.folder, self.engine.monitor, self.state.step)
         if self.plan.config.save_on_exit_signal:
             self.signals.install()
+        give_back_freed_memory()
         evaluation = None
         with (
             self._progress_bar() as bar,
