@@ -17,25 +17,10 @@ from typing import Any
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-from benchmarks.train_step import BENCH_MODEL
-from model.config import ModelConfig
+from benchmarks.train_step import BENCH_MODEL, JOB
+from benchmarks.training_worker import DTYPES, our_model, their_model
 from model.generation import generate_tokens
-from model.transformer import DeepseekForCausalLM
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-def build_pair(dtype: torch.dtype, experts: str) -> tuple[Any, Any]:
-    """Ours and theirs with the same weights."""
-    ours = DeepseekForCausalLM(ModelConfig.from_dict(BENCH_MODEL))
-    ours.init_weights(1)
-    config = DeepseekV3Config(**ours.config.to_dict())
-    config._experts_implementation = experts
-    theirs = DeepseekV3ForCausalLM(config)
-    theirs.load_state_dict(ours.state_dict())
-    return ours.to(dtype).eval(), theirs.to(dtype).eval()
 
 
 def our_generation(model: Any, prompt: torch.Tensor, new_tokens: int) -> torch.Tensor:
@@ -51,6 +36,7 @@ def their_generation(model: Any, prompt: torch.Tensor, new_tokens: int) -> torch
         min_new_tokens=new_tokens,
         max_new_tokens=new_tokens,
         do_sample=False,
+        use_cache=True,
         eos_token_id=None,
         pad_token_id=0,
     )
@@ -60,7 +46,7 @@ def their_generation(model: Any, prompt: torch.Tensor, new_tokens: int) -> torch
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=list(DTYPES))
+    parser.add_argument("--dtypes", nargs="+", choices=["fp32", "bf16"], default=["fp32", "bf16"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--new_tokens", type=int, default=32)
@@ -74,7 +60,8 @@ def main() -> None:
     print("|---|---|---|---|---|---|")
     results = []
     for dtype in arguments.dtypes:
-        ours, theirs = build_pair(DTYPES[dtype], arguments.experts)
+        job = JOB | {"experts": arguments.experts}
+        ours, theirs = (build(job).to(DTYPES[dtype]).eval() for build in (our_model, their_model))
         for batch in arguments.batches:
             generator = torch.Generator().manual_seed(batch)
             prompt = torch.randint(BENCH_MODEL["vocab_size"], (batch, arguments.context), generator=generator)

@@ -16,7 +16,8 @@ sys.path[0] = str(ROOT)
 
 import torch
 
-from benchmarks.train_step import compare
+from benchmarks.train_step import JOB, compare
+from benchmarks.training_worker import DTYPES
 from model.config import load_model_config
 from recipes.training.device_peak import device_peak_flops
 
@@ -25,23 +26,17 @@ MODELS: dict[str, dict[str, Any]] = {
     "small": {"seq_length": 1024, "micro_batch": 16, "fields": {}},
     "v2_lite": {"seq_length": 4096, "micro_batch": 2, "fields": {"num_hidden_layers": 4}},
 }
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def rows(name: str, dtype: str, rounds: int, steps: int) -> list[str]:
     """Two lines of the table, ours and transformers'."""
     shape = MODELS[name]
     fields = {"num_nextn_predict_layers": 0, "balance_loss_alpha": 0.0, **shape["fields"]}
-    job = {
+    job = JOB | {
         "model": load_model_config(name).to_dict() | fields,
         "dtype": dtype,
-        "ranks": 1,
-        "threads": 4,
         "seq_length": shape["seq_length"],
         "micro_batch": shape["micro_batch"],
-        "checkpointing": "none",
-        "compile": False,
-        "keeps_memory": False,
     }
     peak = device_peak_flops(torch.device("cuda", 0), DTYPES[dtype])
     lines = []
@@ -58,7 +53,7 @@ def rows(name: str, dtype: str, rounds: int, steps: int) -> list[str]:
 def main() -> int:
     """Measure and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=list(DTYPES))
+    parser.add_argument("--dtypes", nargs="+", choices=["bf16", "fp16"], default=["bf16", "fp16"])
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5)

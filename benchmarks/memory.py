@@ -11,7 +11,6 @@ import argparse
 import gc
 import json
 import os
-import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -83,10 +82,6 @@ def cases(nvme: bool, compiles: bool, torch_adam: bool) -> Iterator[Case]:
         )
         yield Case("offload", "optimizer on NVMe", optimizer)
         yield Case("offload", "optimizer and parameters on NVMe", f"{optimizer} {params}")
-    for policy in ("none", "selective", "full"):
-        yield Case("recomputation", policy, f"{fp32} --global_batch_size 8 --gradient_checkpointing {policy}")
-    if compiles:
-        yield Case("recomputation", "none, torch.compile", f"{fp32} --global_batch_size 8 --torch_compile")
     # one sequence a micro-batch, 16 of them accumulated; SGD's update is the gradient
     sums = "--global_batch_size 16 --set train_micro_batch_size_per_gpu=1 zero_optimization.stage=2 optimizer.type=SGD"
     sums += ' optimizer.params={"lr":0.1} zero_allow_untested_optimizer=true gradient_clipping=0.0'
@@ -94,11 +89,17 @@ def cases(nvme: bool, compiles: bool, torch_adam: bool) -> Iterator[Case]:
     yield Case("accumulation", "fp32", f"{fp32} {sums}")
     for dtype in ("fp32", "bf16"):
         yield Case("accumulation", f"bf16, gradients in {dtype}", f"{half} {sums} data_types.grad_accum_dtype={dtype}")
+    # last: what torch.compile leaves among the tensors of the process has no storage to count
+    for policy in ("none", "selective", "full"):
+        yield Case("recomputation", policy, f"{fp32} --global_batch_size 8 --gradient_checkpointing {policy}")
+    if compiles:
+        yield Case("recomputation", "none, torch.compile", f"{fp32} --global_batch_size 8 --torch_compile")
 
 
 def run_case(case: Case, words: list[str], folder: Path) -> tuple[Row, Any]:
     """Train a few steps of one case; also gives the update of the first step, (P,) float32."""
     from benchmarks.held_bytes import all_tensors, sizes, storages
+    from benchmarks.training_worker import peak_bytes
     from recipes.cluster.launch import read_launch
     from recipes.config.run_config import parse_pretrain_config
     from recipes.data.loader import step_batches
@@ -125,7 +126,7 @@ def run_case(case: Case, words: list[str], folder: Path) -> tuple[Row, Any]:
 
     def at_the_end_of_the_backward_pass() -> list[float]:
         if case.block == "recomputation":  # the last step's: the first one also compiles, and allocates the state
-            held["step"] = peak() - rest
+            held["step"] = peak_bytes(engine.device) - rest
         elif len(losses) == STEPS - 1:
             parts = sizes(engine, before | in_batch | set(storages([update])))
             held.update(dict(zip(("weights", "optimizer", "gradients"), parts, strict=True)))
@@ -160,17 +161,11 @@ def weights(engine: Any) -> Any:
 
 def planned_bytes(plan: Any) -> dict[str, float]:
     """The same parts as recipes/plan.py computes them."""
-    import torch
-
-    from model.transformer import DeepseekForCausalLM
     from recipes.cluster.activations import activation_bytes
     from recipes.cluster.memory import ELEMENT_BYTES, model_state_bytes
-    from recipes.training.optimizer import parameter_groups
+    from recipes.training.optimizer import parameter_sizes
 
-    with torch.device("meta"):
-        groups = parameter_groups(DeepseekForCausalLM(plan.model).named_parameters(), 0.1)
-    named = [[(n, p.numel()) for n, p in zip(g["names"], g["params"], strict=True)] for g in groups]
-    state = model_state_bytes(named, plan.resolved.config, 1)
+    state = model_state_bytes(parameter_sizes(plan.model), plan.resolved.config, 1)
     activations = activation_bytes(
         plan.model,
         micro_batch_size=plan.resolved.micro_batch_size,
@@ -184,19 +179,14 @@ def planned_bytes(plan: Any) -> dict[str, float]:
 
 def reset_peak() -> int:
     """Forget the process's peak so far; gives what it has now [bytes]."""
+    import torch
+
+    from benchmarks import training_worker
+    from recipes.training.memory_watch import host_memory
+
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")
-    return _of_this_process("VmRSS")
-
-
-def peak() -> int:
-    """The most that the process had since reset_peak() [bytes]."""
-    return _of_this_process("VmHWM")
-
-
-def _of_this_process(name: str) -> int:
-    (kib,) = re.findall(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    return int(kib) * 1024
+    training_worker.reset_peak(torch.device("cpu"))
+    return host_memory()[0]
 
 
 def print_tables(rows: list[Row], errors: dict[str, float]) -> str:

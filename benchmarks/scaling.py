@@ -8,14 +8,13 @@ memory:  the same tokens as sequences of 1,024 and as one of 8,192, every layer 
 """
 
 import argparse
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from benchmarks.train_step import BENCH_MODEL, Side
+from benchmarks.train_step import BENCH_MODEL, JOB, Side
 from model.config import ModelConfig
 from model.flops import flops_per_token
 
@@ -83,10 +82,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="bf16")
     parser.add_argument("--parts", nargs="+", choices=["experts", "lengths", "memory"], default=None)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--threads", type=int, default=JOB["threads"])
     arguments = parser.parse_args()
-    job = {"model": BENCH_MODEL, "dtype": arguments.dtype, "ranks": 1, "threads": arguments.threads}
-    job |= {"seq_length": 1024, "micro_batch": 4, "checkpointing": "none", "compile": False, "experts": "grouped_mm"}
+    job = JOB | {"dtype": arguments.dtype, "threads": arguments.threads, "micro_batch": 4, "experts": "grouped_mm"}
     for part in arguments.parts or ["experts", "lengths", "memory"]:
         {"experts": experts, "lengths": lengths, "memory": memory}[part](job)
 

@@ -21,6 +21,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 
+from benchmarks.training_worker import DS_CONFIGS, DTYPES
 from model.config import ModelConfig
 from model.flops import training_flops_per_token
 
@@ -51,6 +52,17 @@ BENCH_MODEL: dict[str, Any] = {
     "num_nextn_predict_layers": 0,
     "max_position_embeddings": 16384,
     "initializer_range": 0.02,
+}
+# What a worker is told; each benchmark names what differs.
+JOB: dict[str, Any] = {
+    "model": BENCH_MODEL,
+    "ranks": 1,
+    "threads": len(os.sched_getaffinity(0)),
+    "seq_length": 1024,
+    "micro_batch": 2,
+    "checkpointing": "none",
+    "compile": False,
+    "keeps_memory": False,  # theirs: whether malloc keeps what is freed, as it does in ours
 }
 LOSSES_AGREE = 1e-3  # relative, at every step
 
@@ -134,8 +146,7 @@ def matrix_rate(dtype: str, threads: int, size: int = 2048) -> float:
     """Of a plain matrix product of that size, the median of five [GFLOP/s]."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(threads)
-    kind = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
-    left, right = (torch.randn(size, size, device=device).to(kind) for _ in range(2))
+    left, right = (torch.randn(size, size, device=device).to(DTYPES[dtype]) for _ in range(2))
     rates = []
     for _ in range(7):
         begin = time.perf_counter()
@@ -204,7 +215,7 @@ def main() -> None:
     """Measure, print, and with --json write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vs", choices=["transformers", "nothing"], default="transformers")
-    parser.add_argument("--dtypes", nargs="+", choices=["fp32", "bf16", "fp16"], default=["fp32", "bf16"])
+    parser.add_argument("--dtypes", nargs="+", choices=list(DS_CONFIGS), default=list(DS_CONFIGS))
     parser.add_argument("--experts", nargs="+", default=["eager", "grouped_mm"], help="transformers' implementations")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--threads", type=int, default=None, help="of each rank (default: the cores over the ranks)")
@@ -221,7 +232,7 @@ def main() -> None:
     threads = arguments.threads or max(1, len(os.sched_getaffinity(0)) // arguments.ranks)
     results = []
     for dtype in arguments.dtypes:
-        job = {
+        job = JOB | {
             "model": BENCH_MODEL | json.loads(arguments.model),
             "dtype": dtype,
             "ranks": arguments.ranks,

@@ -21,6 +21,11 @@ from model.config import ModelConfig
 from recipes.cluster.launch import quiet_deepspeed
 
 PARTS = ("forward", "backward", "optimizer")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# dtype -> the repository's file for one device of the kind that is here
+DS_CONFIGS = (
+    {"bf16": "1gpu_bf16", "fp16": "1gpu_fp16"} if torch.cuda.is_available() else {"fp32": "cpu", "bf16": "cpu_bf16"}
+)
 
 
 def bench_batch(step: int, rank: int, job: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -34,10 +39,8 @@ def bench_batch(step: int, rank: int, job: dict[str, Any]) -> dict[str, torch.Te
 
 def ds_config(job: dict[str, Any]) -> dict[str, Any]:
     """The same for both sides: the repository's own for this device and dtype, with the bench's batch and rate."""
-    name = (
-        {"fp32": "cpu", "bf16": "cpu_bf16"}[job["dtype"]] if not torch.cuda.is_available() else f"1gpu_{job['dtype']}"
-    )
-    config = json.loads((Path(__file__).parents[1] / "ds_configs" / f"{name}.json").read_text())
+    path = Path(__file__).parents[1] / "ds_configs" / f"{DS_CONFIGS[job['dtype']]}.json"
+    config = json.loads(path.read_text())
     config |= {
         "train_batch_size": job["micro_batch"] * job["ranks"],
         "train_micro_batch_size_per_gpu": job["micro_batch"],

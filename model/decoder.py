@@ -85,8 +85,7 @@ class DecoderLayer(nn.Module):
         return _statistics_apart(self._checkpoint(self._feed_forward_half, attended, valid_tokens))
 
     def _decode(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LatentCache) -> Tensor:
-        attended = self._attention_half(hidden, cos, sin, mask, cache)
-        out = attended + self.mlp(self.post_attention_layernorm(attended))
+        out = self._feed_forward(self._attention_half(hidden, cos, sin, mask, cache))
         if self.router is not None:
             self.router.take_last_routing()
         return out
@@ -96,9 +95,12 @@ class DecoderLayer(nn.Module):
     ) -> Tensor:
         return hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, mask, cache)
 
+    def _feed_forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
     def _feed_forward_half(self, hidden: Tensor, valid_tokens: Tensor | None) -> tuple[Tensor, ...]:
         """(hidden,) or (hidden, tokens_per_expert, balance_loss): plain tensors, for any checkpoint function."""
-        out = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        out = self._feed_forward(hidden)
         router = self.router
         if router is None:
             return (out,)

@@ -15,13 +15,9 @@ import json
 from dataclasses import replace
 from typing import Any, NoReturn
 
-import torch
-
 from model.config import ConfigError, ModelConfig, load_model_config
-from model.transformer import DeepseekForCausalLM
 from recipes.cluster.hostfile import read_hostfile
 from recipes.cluster.launch import quiet_deepspeed
-from recipes.cluster.memory import Parameter
 from recipes.cluster.plan_report import PlanReport
 from recipes.cluster.planning import Cluster, Plan, plan_ds_config
 from recipes.config.batch import TRAIN_BATCH, nearest_multiples
@@ -36,7 +32,7 @@ from recipes.config.ds_config import (
 )
 from recipes.config.errors import EXIT_SUCCESS, UserError, run_command
 from recipes.config.run_config import parse_pretrain_config
-from recipes.training.optimizer import parameter_groups
+from recipes.training.optimizer import parameter_sizes
 from recipes.training.schedule_plot import plot_schedule
 
 LONGEST_DEFAULT_SEQUENCE = 4096  # what DeepSeek's models are pre-trained with
@@ -85,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
         node_bytes_per_second=arguments.node_gbits * 1e9 / 8,
         network_bytes_per_second=arguments.network_gbits * 1e9 / 8,
     )
-    groups = _parameter_sizes(model)
+    groups = parameter_sizes(model)
     plans: list[Plan] = []
     refused: dict[str, list[str]] = {}
     for path in _files(config.deepspeed_config, gpus, arguments.all):
@@ -178,14 +174,6 @@ def _with_batch(facts: RunFacts, config: dict[str, Any]) -> RunFacts:
     if facts.global_batch_size or not isinstance(stated, int) or stated % facts.world_size == 0:
         return facts
     return replace(facts, global_batch_size=nearest_multiples(stated, facts.world_size)[-1])
-
-
-def _parameter_sizes(model: ModelConfig) -> list[list[Parameter]]:
-    """Name and elements of every parameter, by optimizer group: of the model itself, built without memory."""
-    with torch.device("meta"):
-        named = DeepseekForCausalLM(model).named_parameters()
-        groups = parameter_groups(named, weight_decay=0.0)
-    return [[(n, p.numel()) for n, p in zip(group["names"], group["params"], strict=True)] for group in groups]
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ def offload_device(config: dict[str, Any], what: str) -> str:
 
 
 def offloads_to_nvme(config: dict[str, Any]) -> bool:
+    """Whether anything is offloaded to a disk, for which DeepSpeed needs libaio."""
     return "nvme" in (offload_device(config, "offload_optimizer"), offload_device(config, "offload_param"))
 
 

@@ -8,7 +8,12 @@ experts' too) to Muon, embeddings, head, norms and biases to AdamW, each with it
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
+
+from model.config import ModelConfig
+from model.transformer import DeepseekForCausalLM
+from recipes.cluster.memory import Parameter
 
 DECAYED, NOT_DECAYED = "decayed", "not_decayed"
 
@@ -37,3 +42,10 @@ def parameter_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], weigh
         for name, group in members.items()
         if group
     ]
+
+
+def parameter_sizes(model: ModelConfig) -> list[list[Parameter]]:
+    """Name and elements of every parameter, by optimizer group: of the model itself, built without memory."""
+    with torch.device("meta"):
+        groups = parameter_groups(DeepseekForCausalLM(model).named_parameters(), weight_decay=0.0)
+    return [[(n, p.numel()) for n, p in zip(group["names"], group["params"], strict=True)] for group in groups]

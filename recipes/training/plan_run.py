@@ -234,9 +234,8 @@ def _check_compiles(plan: RunPlan) -> None:
             "--torch_compile: with expert_parallel, whose grouped products torch.compile does not trace in float32; "
             "leave one of them out"
         )
-    dtype = precision(plan.resolved.config)
-    if plan.device_type == "cuda" and dtype != "bf16" and plan.model.n_routed_experts:
+    if plan.device_type == "cuda" and plan.dtype != "bf16" and plan.model.n_routed_experts:
         raise UserError(
-            f"--torch_compile: in {dtype} on a GPU, where torch.compile traces the experts' grouped products in bf16 "
-            "only; take a bf16 ds_config, or leave the flag out"
+            f"--torch_compile: in {plan.dtype} on a GPU, where torch.compile traces the experts' grouped products in "
+            "bf16 only; take a bf16 ds_config, or leave the flag out"
         )

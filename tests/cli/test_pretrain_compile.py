@@ -34,9 +34,8 @@ def test_with_expert_parallelism(small_model, small_corpus, tmp_path, monkeypatc
 @pytest.mark.parametrize(("dtype", "refused"), [("fp16", True), ("bf16", False)])
 def test_on_a_gpu_in_half_precision(monkeypatch, dtype, refused):
     monkeypatch.setattr(plan_run, "has_compiler", lambda: True)
-    resolved = SimpleNamespace(config={dtype: {"enabled": True}})
     model = SimpleNamespace(n_routed_experts=8)
-    plan = SimpleNamespace(autoep_size=0, device_type="cuda", model=model, resolved=resolved)
+    plan = SimpleNamespace(autoep_size=0, device_type="cuda", model=model, dtype=dtype)
     if not refused:
         plan_run._check_compiles(plan)
         return
