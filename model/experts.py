@@ -13,8 +13,7 @@ from model.config import ModelConfig
 # Shape letters: T tokens, K experts a token, N rows sorted by expert (T * K or some more), E experts,
 # H hidden, I intermediate.
 
-
-_FEW_ROWS = 8
+_FEW_ROWS = 8  # (token, expert) pairs for which a loop over them is quicker than sorting them
 # Where one kernel multiplies all experts' rows. The CPU's grouped_mm is a slower loop than ours, but serves in tests.
 _GROUPED_DEVICES = {"cuda"}
 
@@ -39,7 +38,9 @@ class RoutedExperts(nn.Module):
         Returns:
             (T, H): sum over k of weights[t, k] * expert indices[t, k] of hidden[t]; no token is dropped.
         """
-        if indices.device.type == "cpu" and indices.numel() <= _FEW_ROWS and not torch.is_grad_enabled():
+        # not in training, where recomputation must meet the same bits with gradients on
+        decodes = not self.training and not torch.is_grad_enabled()
+        if decodes and indices.device.type == "cpu" and indices.numel() <= _FEW_ROWS:
             return self._row_by_row(hidden, indices, weights)
         return _ExpertsFunction.apply(hidden, weights, indices, self.gate_up_proj, self.down_proj)
 

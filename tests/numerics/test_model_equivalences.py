@@ -207,3 +207,12 @@ def test_rows_that_fill_up_add_nothing():
     for ours, truth in zip(actual, expected, strict=True):
         # bfloat16 keeps 8 bits (4e-3 a rounding), and a value goes through about four roundings
         assert (ours.double() - truth).norm() < 1.5e-2 * truth.norm()
+
+
+def test_in_training_a_forward_without_gradients_gives_the_same_bits():
+    """A checkpoint function that reenters runs without gradients first and with them later; both must route alike."""
+    model = build_model(V3).train()
+    ids = random_ids(1, 4)  # so few that decoding's ways would do
+    with torch.no_grad():
+        without = model(ids)["logits"]
+    assert torch.equal(without, model(ids)["logits"])
