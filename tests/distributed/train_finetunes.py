@@ -3,6 +3,7 @@
 The file holds {"finetune": [arguments, ...], "evaluate": [arguments, ...]}; the way is otherwise the commands' own.
 """
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from recipes.config.finetune_config import parse_finetune_config
 if __name__ == "__main__":
     quiet_deepspeed()
     from recipes import evaluate
-    from recipes.cluster import launch
+    from recipes.cluster import guard, launch
     from recipes.training import finetuning, heldout_loss
     from recipes.training.finetuning import finetune, plan_finetune
 
@@ -24,6 +25,7 @@ if __name__ == "__main__":
     for arguments in jobs["finetune"]:
         finetune(plan_finetune(parse_finetune_config(arguments), read_launch()))
     launch.stop_process_group = lambda: None  # an evaluation ends its process's group; the next one needs it
+    guard.guarded = lambda launch: contextlib.nullcontext()  # nor a guardian, which begins before there is a group
     for arguments in jobs["evaluate"]:
         evaluate.main(arguments)
     stop_process_group()
