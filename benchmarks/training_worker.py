@@ -47,6 +47,8 @@ def ds_config(job: dict[str, Any]) -> dict[str, Any]:
         "gradient_accumulation_steps": 1,
     }
     config["optimizer"]["params"] |= {"lr": 1e-4, "torch_adam": True, "fused": True}
+    if config["zero_optimization"].get("contiguous_gradients") == "auto":
+        config["zero_optimization"]["contiguous_gradients"] = False  # what the recipe makes of it on a CPU
     del config["scheduler"], config["tensorboard"]
     return config
 
@@ -157,6 +159,11 @@ def main() -> None:
     start_process_group(read_launch(), ds_config(job))
     model = our_model(job) if job["side"] == "ours" else their_model(job)
     groups = parameter_groups(model.named_parameters(), 0.1)
+    if job["side"] == "transformers":  # a group for each weight decay, as its Trainer makes them
+        groups = [
+            {"params": [p for g in groups if g["weight_decay"] == decay for p in g["params"]], "weight_decay": decay}
+            for decay in (0.1, 0.0)
+        ]
     engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=ds_config(job))
     if job["compile"] and job["side"] == "ours":
         from recipes.training.engine import compile_layers

@@ -8,7 +8,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 IGNORE_INDEX = -100
-_CHUNK_BYTES = 128 << 20  # of logits held at a time, were they float32
+# Of logits held at a time, were they float32. Measured on a CPU, where the vocabulary is 16,384: a quarter makes the
+# step 4% faster, as fewer leave its caches.
+_CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 128 << 20}
 
 # Shape letters: R rows (predictions), H hidden, V vocabulary, P parts (the main prediction and each MTP depth).
 
@@ -58,7 +60,7 @@ def rows_at_a_time(device: torch.device, vocab_size: int) -> tuple[int, int]:
     The first bounds the memory, but takes rows enough for a matrix product to pay; the second is what a CPU's caches
     like, and on a GPU all of them.
     """
-    block = max(256, _CHUNK_BYTES // (4 * vocab_size))
+    block = max(256, _CHUNK_BYTES.get(device.type, _CHUNK_BYTES["cuda"]) // (4 * vocab_size))
     return block, 256 if device.type == "cpu" else block
 
 

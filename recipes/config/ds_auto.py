@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from recipes.config.batch import TRAIN_BATCH
-from recipes.config.ds_check import LEARNING_RATES, offload_device, section
+from recipes.config.ds_check import LEARNING_RATES, enabled, offload_device, section, zero_stage
 from recipes.config.ds_keys import RECIPE_KEY, native_autos
 
 if TYPE_CHECKING:
@@ -47,7 +47,12 @@ def fill_in_autos(config: dict[str, Any], facts: "RunFacts") -> list[str]:
         if zero.get(key) == "auto":
             zero[key] = value
             notes.append(f"zero_optimization.{key}: {value}, from hidden_size {hidden}")
-    if section(config, "expert_parallel").get("enabled") is True:
+    if zero.get("contiguous_gradients") == "auto":
+        # One block for all gradients spares a GPU's allocator gaps. On a CPU it is a copy, taken when most is in use.
+        needed = facts.device_type != "cpu" or zero_stage(config) != 1 or enabled(config, "expert_parallel")
+        zero["contiguous_gradients"] = needed
+        notes.append(f"zero_optimization.contiguous_gradients: {str(needed).lower()} on {facts.device_type}")
+    if enabled(config, "expert_parallel"):
         # The model's modules are laid out as this preset expects whatever its routing; others would match as well.
         config["expert_parallel"].setdefault("preset_model", "deepseek_v3")
     for monitor in ("tensorboard", "csv_monitor"):

@@ -33,6 +33,9 @@ def cases():
                     ds_config(dtype, stage, data_types={"grad_accum_dtype": "fp32"}),
                 )
     yield "fp16 2", ds_config("fp16", 2)
+    scattered = ds_config("fp32", 1, gradient_accumulation_steps=1)
+    scattered["zero_optimization"]["contiguous_gradients"] = False
+    yield "fp32 1 scattered gradients", scattered
 
 
 def ds_config(dtype, stage, **more):

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from launching import run_ranks
 
 from model.config import ModelConfig
@@ -34,12 +35,12 @@ def test_a_step_without_gradients_only_decays_matrices(report, stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_groups_survive_each_stage(report, stage):
-    assert report[f"AdamW {stage}"]["groups"] == [["decayed", 0.1, False], ["not_decayed", 0.0, False]]
+    assert report[f"AdamW {stage}"]["groups"] == [["decayed_0", 0.1, False], ["not_decayed_0", 0.0, False]]
     if stage:
         assert report[f"Muon {stage}"]["groups"] == [
-            ["decayed-muon-params", 0.1, True],
-            ["decayed-adam-params", 0.1, False],
-            ["not_decayed-adam-params", 0.0, False],
+            ["decayed_0-muon-params", 0.1, True],
+            ["decayed_0-adam-params", 0.1, False],
+            ["not_decayed_0-adam-params", 0.0, False],
         ]
 
 
@@ -63,4 +64,27 @@ def test_names_and_frozen_parameters(small_model):
 def test_no_group_is_empty(small_model):
     model = DeepseekForCausalLM(ModelConfig.from_file(small_model))
     only_norms = [(n, p) for n, p in model.named_parameters() if p.dim() == 1]
-    assert [g["name"] for g in parameter_groups(only_norms, 0.1)] == ["not_decayed"]
+    assert [g["name"] for g in parameter_groups(only_norms, 0.1)] == ["not_decayed_0"]
+
+
+def test_a_large_model_has_groups_of_a_part_of_it():
+    million = 1 << 20
+    with torch.device("meta"):
+        named = [
+            (f"{i}.weight", torch.nn.Parameter(torch.empty(million, width))) for i, width in enumerate([3] * 6 + [9])
+        ]
+        named += [(f"{i}.norm", torch.nn.Parameter(torch.empty(2 * million))) for i in range(5)]
+    groups = parameter_groups(named, 0.1)
+    # at most 8 million elements each, but for a parameter that has more
+    assert {group["name"]: [name.split(".")[0] for name in group["names"]] for group in groups} == {
+        "decayed_0": ["0", "1"],
+        "decayed_1": ["2", "3"],
+        "decayed_2": ["4", "5"],
+        "decayed_3": ["6"],
+        "not_decayed_0": ["0", "1", "2", "3"],
+        "not_decayed_1": ["4"],
+    }
+    # of a model 16 times as large a sixteenth
+    with torch.device("meta"):
+        named = [(f"{i}.weight", torch.nn.Parameter(torch.empty(million, 8))) for i in range(64)]
+    assert [len(group["names"]) for group in parameter_groups(named, 0.1)] == [4] * 16

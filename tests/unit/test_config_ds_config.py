@@ -167,6 +167,21 @@ def test_which_adam(device, compiler, offload, torch_adam):
     assert params.get("fused", False) is torch_adam
 
 
+@pytest.mark.parametrize(
+    "device, stage, experts, contiguous",
+    [("cpu", 1, False, False), ("cuda", 1, False, True), ("cpu", 2, False, True), ("cpu", 1, True, True)],
+)
+def test_gradients_lie_apart_where_that_saves_a_copy_and_nothing_needs_them_together(
+    device, stage, experts, contiguous
+):
+    config = copy.deepcopy(FILE)
+    config["zero_optimization"] = {"stage": stage, "contiguous_gradients": "auto"}
+    if experts:
+        config["expert_parallel"] = {"enabled": True, "autoep_size": 1}
+    zero = resolve(config, device_type=device).config["zero_optimization"]
+    assert zero["contiguous_gradients"] is contiguous
+
+
 @pytest.mark.parametrize("rule, factor", [("sqrt", math.sqrt(64 / 256)), ("linear", 64 / 256), ("none", 1.0)])
 def test_the_learning_rate_scales_with_the_batch_and_shows_how(rule, factor):
     resolved = resolve(lr_scaling=rule)
