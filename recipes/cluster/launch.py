@@ -54,9 +54,13 @@ def device_type() -> str:
 
 def device_dtypes() -> frozenset[str]:
     """The training dtypes that this device computes in."""
-    if device_type() == "cuda" and torch.cuda.get_device_capability()[0] < 8:
-        return frozenset({"fp32", "fp16"})  # before Ampere bf16 is only emulated
-    return frozenset({"fp32", "fp16", "bf16"})
+    if device_type() == "cuda":
+        has_bf16 = torch.cuda.get_device_capability()[0] >= 8  # before Ampere it is only emulated
+        return frozenset({"fp32", "fp16", "bf16"} if has_bf16 else {"fp32", "fp16"})
+    from deepspeed.accelerator import get_accelerator
+
+    # DeepSpeed refuses fp16 on a CPU without units for it.
+    return frozenset({"fp32", "bf16", "fp16"} if get_accelerator().is_fp16_supported() else {"fp32", "bf16"})
 
 
 def prefers_bf16() -> bool:

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import torch
+from emulated_fp16 import allow_fp16
 
 from benchmarks.held_bytes import all_tensors, sizes, storages
 from model.config import ModelConfig
@@ -83,6 +84,7 @@ def measure(config, settings):
 
 if __name__ == "__main__":
     quiet_deepspeed()
+    allow_fp16()
     start_process_group(read_launch(), ds_config("fp32", 0))
     config = ModelConfig.from_file(sys.argv[1])
     gc.freeze()  # what the imports made is not looked through again and again

@@ -13,6 +13,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[2])
 import deepspeed
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from emulated_fp16 import allow_fp16
 
 from recipes.cluster.launch import quiet_deepspeed, read_launch, stop_process_group
 from recipes.config.run_config import parse_pretrain_config
@@ -61,6 +62,7 @@ def compare(found: dict, truth: dict, same_dtype: bool) -> list[str]:
 
 if __name__ == "__main__":
     quiet_deepspeed()
+    allow_fp16()
     from recipes.training.plan_run import plan_run
     from recipes.training.pretraining import open_run
 

@@ -9,11 +9,14 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+from emulated_fp16 import allow_fp16
+
 from recipes.cluster.launch import quiet_deepspeed, read_launch, stop_process_group
 from recipes.config.run_config import parse_pretrain_config
 
 if __name__ == "__main__":
     quiet_deepspeed()
+    allow_fp16()
     from recipes.training.plan_run import plan_run
     from recipes.training.pretraining import pretrain
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
+from emulated_fp16 import allow_fp16
 
 from model.config import ModelConfig
 from recipes.cluster.launch import quiet_deepspeed, read_launch, start_process_group, stop_process_group
@@ -70,6 +71,7 @@ def train(name, config, ranks, rank, steps=STEPS, overrides=()):
 
 if __name__ == "__main__":
     quiet_deepspeed()
+    allow_fp16()
     launch = read_launch()
     config = ModelConfig.from_file(sys.argv[1])
     start_process_group(launch, resolve("cpu", config, launch.world_size).config)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from deepspeed.utils import safe_get_full_fp32_param
+from emulated_fp16 import allow_fp16
 
 from model.config import ModelConfig
 from recipes.cluster.launch import quiet_deepspeed, read_launch, start_process_group, stop_process_group
@@ -166,6 +167,7 @@ def clipping(config):
 
 if __name__ == "__main__":
     quiet_deepspeed()
+    allow_fp16()
     start_process_group(read_launch(), {})
     config = ModelConfig.from_file(sys.argv[1])
     report = {
