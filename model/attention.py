@@ -106,6 +106,8 @@ class MultiheadLatentAttention(nn.Module):
     Source: DeepSeek-V2 (arXiv 2405.04434), sec. 2.1, eq. 37-47; DeepSeek-V3 (arXiv 2412.19437), eq. 1-11.
     """
 
+    attend = staticmethod(attend)  # replaced where ranks share a sequence
+
     def __init__(self, config: ModelConfig, layer_index: int) -> None:
         super().__init__()
         assert config.kv_lora_rank and config.qk_nope_head_dim and config.qk_rope_head_dim and config.v_head_dim
@@ -164,7 +166,7 @@ class MultiheadLatentAttention(nn.Module):
         shared_key = (part.expand(-1, -1, self.heads, -1) for part in rotated_key)  # one rotated key for all heads
         key = _join_heads(key_nope, *shared_key)
         query = _join_heads(query_nope, *rotated_query)
-        return self.o_proj(attend(query, key, value.transpose(1, 2), self.scale, mask))
+        return self.o_proj(self.attend(query, key, value.transpose(1, 2), self.scale, mask))
 
     def _attend_in_latent_space(
         self, query_nope: Tensor, query_rope: Tensor, latent: Tensor, key_rope: Tensor, mask: Tensor
@@ -197,6 +199,8 @@ class MultiheadAttention(nn.Module):
     Source: DeepSeekMoE (arXiv 2401.06066), sec. 5.1: standard multi-head attention.
     """
 
+    attend = staticmethod(attend)
+
     def __init__(self, config: ModelConfig, layer_index: int) -> None:
         super().__init__()
         self.layer_index = layer_index
@@ -221,4 +225,4 @@ class MultiheadAttention(nn.Module):
         value = value.transpose(1, 2)
         if cache is not None:
             key, value = cache.extend(self.layer_index, key, value)
-        return self.o_proj(attend(query, key, value, self.scale, mask))
+        return self.o_proj(self.attend(query, key, value, self.scale, mask))

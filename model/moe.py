@@ -42,6 +42,7 @@ class Router(nn.Module):
 
     e_score_correction_bias: Tensor | None
     tokens_per_expert: Tensor
+    add_up: Callable[[Tensor], Tensor] | None = None  # over the ranks, where several share a sequence
 
     def configure(self, config: ModelConfig) -> None:
         """Take the rules of routing from a model's configuration, and start with no bias and no counts."""
@@ -119,7 +120,7 @@ class Router(nn.Module):
         if self.e_score_correction_bias is not None or self.groups > 1:
             indices = scores.detach().topk(self.top_k, dim=-1).indices  # eq. 18 ranks the scores without the bias
         loss = sequence_balance_loss(
-            scores.unflatten(0, (batch_size, -1)), indices.unflatten(0, (batch_size, -1)), valid_tokens
+            scores.unflatten(0, (batch_size, -1)), indices.unflatten(0, (batch_size, -1)), valid_tokens, self.add_up
         )
         return RoutingStatistics(counts, self.balance_loss_alpha * loss, entropy_sum)
 
@@ -181,13 +182,20 @@ class DeepseekMoE(nn.Module):
         return out if self.shared_experts is None else out + self.shared_experts(hidden)
 
 
-def sequence_balance_loss(scores: Tensor, indices: Tensor, valid_tokens: Tensor | None = None) -> Tensor:
+def sequence_balance_loss(
+    scores: Tensor,
+    indices: Tensor,
+    valid_tokens: Tensor | None = None,
+    add_up: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
     """The complementary sequence-wise auxiliary loss without its factor alpha, mean over the sequences.
 
     Args:
         scores: (B, S, E) affinities of every expert, at least 0. indices: (B, S, K) each token's K best by score.
         valid_tokens: (B, S) bool, False for padding, which enters neither the counts nor the means. A sequence of
             padding alone is left out.
+        add_up: sums over the ranks that have a part of these sequences each; the result is this rank's part of the
+            loss then.
     Returns:
         (): 1 when balanced perfectly, up to E / K.
     Source: DeepSeek-V3 (arXiv 2412.19437), eq. 17-20.
@@ -202,6 +210,8 @@ def sequence_balance_loss(scores: Tensor, indices: Tensor, valid_tokens: Tensor 
     chosen = scores.new_zeros(batch, experts).scatter_add_(
         1, indices.flatten(1), valid.unsqueeze(-1).expand(-1, -1, top_k).flatten(1)
     )
+    if add_up is not None:  # counts, through which no gradient goes; P_i is linear in the tokens and may stay a part
+        tokens, chosen = add_up(torch.cat([tokens, chosen], dim=1)).split([1, experts], dim=1)
     some = tokens.clamp(min=1)
     load = chosen * experts / (top_k * some)  # f_i, eq. 18
     share = scores / scores.sum(-1, keepdim=True)  # s', eq. 19

@@ -5,7 +5,7 @@ from typing import Any
 
 from model.flops import count_parameters
 from recipes.cluster.planning import POLICIES, Cluster, Plan, is_offloaded, scaling_law, shortfall
-from recipes.config.ds_check import precision
+from recipes.config.ds_check import precision, ranks_per_sequence
 from recipes.config.ds_config import RunFacts
 
 GB = 1e9
@@ -124,6 +124,12 @@ class PlanReport:
         for plan in self.plans:
             if plan is not best:
                 lines.append(f"  {plan.name}: {self._why_not(plan, best)}")
+        lines += [
+            f"  {plan.name}: counts whole matrices and sequences on each of the {sharing} ranks that share them; "
+            "memory is an upper bound, and the bytes that they exchange are left out"
+            for plan in self.plans
+            if (sharing := ranks_per_sequence(plan.resolved.config)) > 1
+        ]
         for name, faults in self.refused.items():
             lines += [f"  {name}: cannot run here: {fault}" for fault in faults]
         return lines
@@ -163,6 +169,7 @@ class PlanReport:
             "gradient_checkpointing": plan.policy,
             "micro_batch_size": plan.resolved.micro_batch_size,
             "gradient_accumulation_steps": plan.resolved.gradient_accumulation_steps,
+            "ranks_per_sequence": ranks_per_sequence(plan.resolved.config),  # above 1: memory is an upper bound
             "tokens_per_step": plan.tokens_per_step,
             "sent_bytes_per_step": plan.communication_bytes,
             "all_to_all_bytes_per_step": plan.all_to_all_bytes,

@@ -16,7 +16,7 @@ from recipes.cluster.memory import (
     model_state_bytes,
 )
 from recipes.config.batch import MICRO_BATCH, divisors
-from recipes.config.ds_check import precision, section
+from recipes.config.ds_check import autotp_size, precision, section
 from recipes.config.ds_config import ResolvedDsConfig, RunFacts, resolve_ds_config
 
 # Of a GPU's memory: CUDA's context, NCCL's buffers and what the allocator cannot use between blocks
@@ -143,7 +143,9 @@ def _plan(
     policy: str,
 ) -> Plan:
     config, model = resolved.config, facts.model
-    state = model_state_bytes(groups, config, facts.world_size)
+    # What AutoTP leaves whole, ZeRO shares out over so many ranks; what it cuts is counted as if whole.
+    world_size = facts.world_size // autotp_size(config)
+    state = model_state_bytes(groups, config, world_size)
     micro_tokens = resolved.micro_batch_size * facts.seq_length
     state = replace(state, communication=state.communication + _dispatch_bytes(model, config, micro_tokens))
     activations = {
@@ -158,7 +160,7 @@ def _plan(
     }
     total = total_bytes(state, activations[policy])
     sent = bytes_sent_per_step(
-        groups, model, config, world_size=facts.world_size, tokens_per_micro_batch=micro_tokens, policy=policy
+        groups, model, config, world_size=world_size, tokens_per_micro_batch=micro_tokens, policy=policy
     )
     tokens = resolved.global_batch_size * facts.seq_length
     return Plan(

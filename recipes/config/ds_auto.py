@@ -9,8 +9,30 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from recipes.config.batch import TRAIN_BATCH
-from recipes.config.ds_check import LEARNING_RATES, enabled, offload_device, section, zero_stage
+from recipes.config.ds_check import LEARNING_RATES, autotp_size, enabled, offload_device, section, zero_stage
 from recipes.config.ds_keys import RECIPE_KEY, native_autos
+
+# Which matrices AutoTP shares out: by heads in attention, by columns and then rows in dense layers and shared experts.
+# MLA's compressed parts (q_a, kv_a), norms, routers, routed experts, embedding and head stay whole on every rank.
+TENSOR_PARTITION = {
+    "use_default_specs": False,
+    "layer_specs": [
+        {
+            "patterns": [
+                r".*\.self_attn\.(q|k|v|q_b|kv_b)_proj\.weight$",
+                r".*\.mlp\.(shared_experts\.)?(gate|up)_proj\.weight$",
+            ],
+            "partition_type": "column",
+        },
+        {
+            "patterns": [
+                r".*\.self_attn\.o_proj\.weight$",
+                r".*\.mlp\.(shared_experts\.)?down_proj\.weight$",
+            ],
+            "partition_type": "row",
+        },
+    ],
+}
 
 if TYPE_CHECKING:
     from recipes.config.ds_config import RunFacts
@@ -55,6 +77,8 @@ def fill_in_autos(config: dict[str, Any], facts: "RunFacts") -> list[str]:
     if enabled(config, "expert_parallel"):
         # The model's modules are laid out as this preset expects whatever its routing; others would match as well.
         config["expert_parallel"].setdefault("preset_model", "deepseek_v3")
+    if autotp_size(config) > 1 and not section(config, "tensor_parallel").get("partition_config"):
+        config["tensor_parallel"]["partition_config"] = copy.deepcopy(TENSOR_PARTITION)
     for monitor in ("tensorboard", "csv_monitor"):
         values = section(config, monitor)
         if values.get("output_path") == "auto" and facts.output_dir is not None:

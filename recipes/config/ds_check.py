@@ -53,6 +53,26 @@ def autoep_size(config: dict[str, Any]) -> int:
     return int(section(config, "expert_parallel").get("autoep_size", 1)) if enabled(config, "expert_parallel") else 0
 
 
+def autotp_size(config: dict[str, Any]) -> int:
+    """Ranks that share every sharded matrix; 1 where AutoTP is off."""
+    return _size(section(config, "tensor_parallel").get("autotp_size", 1))
+
+
+def ranks_per_sequence(config: dict[str, Any]) -> int:
+    """Ranks that work on the same sequences, together."""
+    return autotp_size(config) * sequence_parallel_size(config)
+
+
+def sequence_parallel_size(config: dict[str, Any]) -> int:
+    """Ranks that share every sequence's tokens; 1 without sequence parallelism."""
+    return _size(config.get("sequence_parallel_size"))
+
+
+def _size(value: Any) -> int:
+    """A parallel size as the file has it; 1 for what is none, which has its own fault."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 1 else 1
+
+
 def is_muon(config: dict[str, Any]) -> bool:
     return str(section(config, "optimizer").get("type", "")).lower() == "muon"
 

@@ -12,7 +12,7 @@ from model.config import ModelConfig
 from recipes.config.batch import ACCUMULATION, MICRO_BATCH, TRAIN_BATCH, Batch, BatchFault, resolve_batch
 from recipes.config.batch_plan import BatchPlan, BatchRamp
 from recipes.config.ds_auto import fill_in_autos, left_auto_faults, recipe_record, reopen
-from recipes.config.ds_check import LEARNING_RATES, combination_faults, section
+from recipes.config.ds_check import LEARNING_RATES, combination_faults, ranks_per_sequence, section
 from recipes.config.ds_keys import RECIPE_KEY, quiet_deepspeed, unknown_key_faults
 from recipes.config.errors import UserError
 from recipes.config.parallel_check import parallel_faults
@@ -26,7 +26,7 @@ class RunFacts:
     """What a ds_config is resolved against; nothing here is asked of a device.
 
     Args:
-        world_size: data-parallel ranks.
+        world_size: ranks.
         device_type: "cpu" or "cuda".
         device_dtypes: what the device computes in, of "fp32", "bf16", "fp16".
         seq_length: tokens per sequence.
@@ -182,7 +182,7 @@ def resolve_ds_config(config: dict[str, Any], *, source: str, facts: RunFacts) -
     try:
         batch = resolve_batch(
             resolved,
-            world_size=facts.world_size,
+            world_size=max(1, facts.world_size // ranks_per_sequence(resolved)),
             seq_length=facts.seq_length,
             flag=facts.global_batch_size,
             ramp=facts.batch_ramp,

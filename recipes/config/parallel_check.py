@@ -1,6 +1,6 @@
 """What a ds_config may say about ranks that share a model: expert, tensor, sequence and pipeline parallelism.
 
-A rank here trains on sequences of its own, whole, through the whole model; experts alone may lie on other ranks. The
+Consecutive ranks may share a model's experts, its matrices or every sequence, one of the three, but not stages. The
 table in ds_configs/README.md says what goes together; tests/unit/test_config_parallel_check.py walks it.
 """
 
@@ -8,7 +8,16 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from recipes.config.batch import divisors
-from recipes.config.ds_check import enabled, is_muon, offload_device, section, zero_stage
+from recipes.config.ds_auto import TENSOR_PARTITION
+from recipes.config.ds_check import (
+    autotp_size,
+    enabled,
+    is_muon,
+    offload_device,
+    section,
+    sequence_parallel_size,
+    zero_stage,
+)
 from recipes.config.ds_keys import quiet_deepspeed
 
 if TYPE_CHECKING:
@@ -30,29 +39,121 @@ _DECIDED_BY_THE_MODEL = (
 
 def parallel_faults(config: dict[str, Any], source: str, facts: "RunFacts") -> list[str]:
     """Everything that is wrong with the parallelism that a ds_config asks for."""
-    checks = (_model_parallel, _expert_parallel)
+    checks = (_pipeline, _tensor_parallel, _sequence_parallel, _expert_parallel)
     return [f"{source}: {fault}" for check in checks for fault in check(config, facts)]
 
 
-def _model_parallel(config: dict[str, Any], facts: "RunFacts") -> Iterator[str]:
-    size = section(config, "tensor_parallel").get("autotp_size", 0)
-    if size not in (0, 1):
-        yield (
-            f"tensor_parallel.autotp_size: {size}, but every rank here is given sequences of its own, and ranks that "
-            "share matrices need the same ones; write 1, and zero_optimization.stage 3 if the weights do not fit"
-        )
-    size = config.get("sequence_parallel_size", 1)
-    if size != 1:
-        yield (
-            f"sequence_parallel_size: {size}, but every rank here is given whole sequences; delete it, and for long "
-            "ones write a micro-batch of 1 with --gradient_checkpointing full"
-        )
+def flag_faults(config: dict[str, Any], flags: Any) -> list[str]:
+    """What a run's flags ask for that tensor and sequence parallelism do not go with.
+
+    Args:
+        config: a resolved ds_config. flags: a PretrainConfig or FinetuneConfig.
+    """
+    sizes = {
+        "tensor_parallel.autotp_size": autotp_size(config),
+        "sequence_parallel_size": sequence_parallel_size(config),
+    }
+    return [
+        f"--{name}: with {key} {size} in the ds_config, which it was not shown to work with; leave one of them out"
+        for key, size in sizes.items()
+        for name in ("torch_compile", "log_group_norms", "ema_decay", "lora_rank")
+        if size > 1 and getattr(flags, name, None)
+    ]
+
+
+def _pipeline(config: dict[str, Any], facts: "RunFacts") -> Iterator[str]:
     stages = section(config, "pipeline").get("stages", "auto")
     if stages not in ("auto", 1):
         yield (
-            f"pipeline.stages: {stages}, but DeepSpeed cuts only a PipelineModule into stages, a plain list of layers, "
-            "and this model's head, multi-token prediction and balance loss join layers; delete it"
+            f"pipeline.stages: {stages}, but DeepSpeed cuts only a PipelineModule into stages: a list of layers, each "
+            "taking what the one before gives, while here the balance losses, and the embeddings for multi-token "
+            "prediction, go past the layers between; delete it"
         )
+
+
+def _tensor_parallel(config: dict[str, Any], facts: "RunFacts") -> Iterator[str]:
+    key, tensor_parallel = "tensor_parallel.autotp_size", section(config, "tensor_parallel")
+    size = tensor_parallel.get("autotp_size", 0)
+    if not isinstance(size, int) or size in (0, 1):  # what is no number, DeepSpeed itself refuses
+        return
+    if size < 0:
+        yield f"{key}: {size} must be at least 1, which is none"
+        return
+    if facts.world_size % size:
+        yield f"{key}: {size} does not divide the {facts.world_size} ranks; {_divisor_hint(facts.world_size, size)}"
+    for field, width in _shared_widths(facts.model).items():
+        if width % size:
+            yield f"{key}: {size} does not divide the model's {field} {width}; {_divisor_hint(width, size)}"
+    if enabled(config, "expert_parallel"):
+        yield (
+            f"{key}: {size} with expert_parallel, under which AutoTP finds no shared experts and AutoEP cuts the "
+            "tokens over the same ranks; write 1, or expert_parallel.enabled false"
+        )
+    yield from _not_shown(config, f"{key}: {size}")
+    if tensor_parallel.get("partition_config") != TENSOR_PARTITION or tensor_parallel.get("preset_model"):
+        yield "tensor_parallel.partition_config, preset_model: the model's own modules decide them; delete them"
+    if tensor_parallel.get("vocab_parallel_lm_head"):
+        yield "tensor_parallel.vocab_parallel_lm_head: true, but the head computes the loss by itself; delete it"
+
+
+def _sequence_parallel(config: dict[str, Any], facts: "RunFacts") -> Iterator[str]:
+    key, size = "sequence_parallel_size", config.get("sequence_parallel_size", 1)
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        yield f"{key}: {size!r} must be a whole number, 1 for none"
+        return
+    if "data_parallel_size" in config:
+        yield "data_parallel_size: the ranks and sequence_parallel_size decide it; delete it"
+    if size == 1:
+        return
+    for what, number in (
+        ("ranks", facts.world_size),
+        ("attention heads", facts.model.num_attention_heads),
+        ("tokens of a sequence (--seq_length)", facts.seq_length),
+    ):
+        if number % size:
+            yield f"{key}: {size} does not divide the {number} {what}; {_divisor_hint(number, size)}"
+    if autotp_size(config) > 1:
+        yield f"{key}: {size} with tensor_parallel.autotp_size; DeepSpeed has no common groups; write 1 in one of them"
+    if enabled(config, "expert_parallel"):
+        yield (
+            f"{key}: {size} with expert_parallel, whose groups AutoEP lays out without regard to the sequence's; "
+            "write 1, or expert_parallel.enabled false"
+        )
+    yield from _not_shown(config, f"{key}: {size}")
+
+
+def _not_shown(config: dict[str, Any], what: str) -> Iterator[str]:
+    """What neither tensor nor sequence parallelism was shown to train alike with."""
+    if (stage := zero_stage(config)) not in (1, 2):
+        yield f"{what} at zero_optimization.stage {stage}, which was not shown to train alike; write stage 1 or 2"
+    wide = section(config, "data_types").get("grad_accum_dtype") == "fp32"
+    if stage == 1 and enabled(config, "bf16") and wide:
+        yield (
+            f"{what} in bf16 with data_types.grad_accum_dtype fp32 at zero_optimization.stage 1, for which DeepSpeed "
+            "has an optimizer of its own, not shown to train alike; write stage 2"
+        )
+    if section(config, "optimizer").get("type") not in ("AdamW", "Adam"):
+        yield f"{what} with an optimizer that was not shown to train alike; write optimizer.type AdamW"
+    for device in ("offload_optimizer", "offload_param"):
+        if offload_device(config, device) != "none":
+            yield f"{what} with zero_optimization.{device}, which was not shown to train alike; write device none"
+
+
+def _shared_widths(model: Any) -> dict[str, int]:
+    """What AutoTP cuts, by the field that says how wide it is."""
+    shared = (model.moe_intermediate_size or 0) * model.n_shared_experts if model.n_routed_experts else 0
+    has_dense = model.first_k_dense_replace or not model.n_routed_experts
+    widths = {
+        "num_attention_heads": model.num_attention_heads,
+        "intermediate_size": model.intermediate_size if has_dense else 0,
+        "moe_intermediate_size * n_shared_experts": shared,
+    }
+    return {field: width for field, width in widths.items() if width}
+
+
+def _divisor_hint(number: int, wanted: int) -> str:
+    near = sorted(sorted(divisors(number), key=lambda d: abs(d - wanted))[:2])
+    return f"write {' or '.join(map(str, near))}"
 
 
 def _expert_parallel(config: dict[str, Any], facts: "RunFacts") -> Iterator[str]:

@@ -60,6 +60,7 @@ def _contents(checkpoint: Path) -> dict[str, Any]:
         "zero_stage": state.zero_stage,
         "dtype": state.dtype,
         "autoep_size": state.autoep_size,
+        "autotp_size": state.autotp_size,
         "parameters": counts.total + counts.mtp,
         "files": len(manifest),
         "bytes": sum(sizes.values()),
@@ -86,12 +87,13 @@ def describe_lines(one: dict[str, Any]) -> list[str]:
     if "step" not in one:
         return [f"{one['path']}: {'; '.join(one['faults'])}"]
     marks = [mark for mark in ("latest", "best", "converted") if one[mark]]
-    expert_parallel = f", AutoEP {one['autoep_size']}" if one["autoep_size"] else ""
+    sharing = f", AutoEP {one['autoep_size']}" if one["autoep_size"] else ""
+    sharing += f", AutoTP {one['autotp_size']}" if one["autotp_size"] > 1 else ""
     return [
         f"{one['path']}{' (' + ', '.join(marks) + ')' if marks else ''}",
         f"  step          {one['step']:,}; {one['tokens']:,} tokens, {one['samples']:,} sequences, "
         f"{one['skipped_steps']} steps skipped",
-        f"  saved by      {one['world_size']} ranks, ZeRO {one['zero_stage']}, {one['dtype']}{expert_parallel}",
+        f"  saved by      {one['world_size']} ranks, ZeRO {one['zero_stage']}, {one['dtype']}{sharing}",
         f"  parameters    {one['parameters']:,}",
         *([f"  best so far   evaluation loss {one['best_eval_loss']:.4f}"] if one["best_eval_loss"] else []),
         f"  size          {one['bytes']:,} bytes in {one['files']} files",

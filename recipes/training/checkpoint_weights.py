@@ -21,6 +21,7 @@ from recipes.training.checkpoint_files import (
     verify_sizes,
 )
 from recipes.training.expert_parallel_weights import assemble_weights
+from recipes.training.tensor_parallel_weights import assemble_shards
 
 
 class WholeTensors(Mapping[str, Tensor]):
@@ -73,6 +74,8 @@ def load_model_state(path: Path) -> tuple[ModelConfig, WholeTensors, Path]:
     config, tokenizer = ModelConfig.from_file(checkpoint / "config.json"), checkpoint / "tokenizer"
     if read_state(checkpoint).autoep_size:
         return config, WholeTensors(assemble_weights(checkpoint)), tokenizer
+    if (size := read_state(checkpoint).autotp_size) > 1:
+        return config, WholeTensors(assemble_shards(checkpoint, size)), tokenizer
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     if read_state(checkpoint).zero_stage == 0:

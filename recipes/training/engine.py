@@ -8,14 +8,18 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from model.config import ModelConfig
 from model.transformer import DeepseekForCausalLM
-from recipes.config.ds_check import zero_stage
+from recipes.config.ds_check import autotp_size, sequence_parallel_size, zero_stage
 from recipes.training.expert_parallel import routing_biases, take_over_routers
 from recipes.training.optimizer import parameter_groups
+from recipes.training.sequence_parallel import sequence_groups, share_sequences
+from recipes.training.tensor_parallel import share_heads, tensor_groups
 
 
 def build_model(config: ModelConfig, ds_config: dict[str, Any]) -> DeepseekForCausalLM:
     """Build the model without values; under ZeRO-3 no rank ever holds the whole."""
-    with deepspeed.zero.Init(config_dict_or_path=ds_config, enabled=zero_stage(ds_config) == 3):
+    if zero_stage(ds_config) != 3:
+        return DeepseekForCausalLM(config)
+    with deepspeed.zero.Init(config_dict_or_path=ds_config):
         return DeepseekForCausalLM(config)
 
 
@@ -35,10 +39,14 @@ def build_engine(
         model_parameters=parameter_groups(model.named_parameters(), weight_decay),
         lr_scheduler=lambda optimizer: LambdaLR(optimizer, multiplier),
         config=ds_config,
+        mpu=tensor_groups(autotp_size(ds_config)) or sequence_groups(sequence_parallel_size(ds_config)),
     )
     take_over_routers(engine.module, model.config, biases)
-    # Lets ds_to_universal convert checkpoints of ZeRO stages 1 and 2.
-    engine.module.universal_checkpoint_info = {"universal_checkpoint_version": 0.2}
+    share_heads(engine.module, autotp_size(ds_config))
+    share_sequences(engine, sequence_parallel_size(ds_config))
+    # Lets ds_to_universal convert checkpoints of ZeRO stages 1 and 2; AutoTP has said itself what it cut, and how.
+    if not hasattr(engine.module, "universal_checkpoint_info"):
+        engine.module.universal_checkpoint_info = {"universal_checkpoint_version": 0.2}
     return engine
 
 

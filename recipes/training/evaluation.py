@@ -19,16 +19,18 @@ class Evaluation:
     mtp_acceptance: float | None  # of the first MTP depth's drafts, in speculative decoding; None without MTP
 
 
-def evaluate(engine: Any, batches: Iterable[dict[str, Tensor]], text_bytes: int) -> Evaluation:
+def evaluate(engine: Any, batches: Iterable[dict[str, Tensor]], text_bytes: int, copies: int = 1) -> Evaluation:
     """Run the engine over this rank's batches; every rank must have the same number of them.
 
     Args:
         text_bytes: UTF-8 bytes of the held-out texts, all ranks' together.
+        copies: ranks that have the same batches.
     """
     engine.eval()
     totals = sum_losses(engine, batches, engine.device)
     engine.train()
     torch.distributed.all_reduce(totals)
+    totals /= copies
     return as_evaluation(totals, text_bytes)
 
 

@@ -47,7 +47,7 @@ def assemble_weights(checkpoint: Path) -> dict[str, Any]:
     for group in model["param_shapes"]:
         shapes |= {name: torch.Size(shape) for name, shape in group.items()}
     for rank in range(len(list(checkpoint.glob("*zero_pp_rank_*_optim_states.pt")))):
-        for name, part in _parts_of_rank(checkpoint, rank):
+        for name, part in parts_of_rank(checkpoint, rank):
             pieces[name, rank % size if _is_expert(name) else 0].append(part)
 
     def whole(name: str, expert_rank: int = 0) -> Tensor:
@@ -83,9 +83,11 @@ def _is_expert(name: str) -> bool:
     return name.endswith((".mlp.experts.w1", ".mlp.experts.w2", ".mlp.experts.w3"))
 
 
-def _parts_of_rank(checkpoint: Path, rank: int) -> Iterator[tuple[str, Tensor]]:
-    """Name and flat float32 part of every parameter of which a rank holds one."""
-    path = next(checkpoint.glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"))  # bf16's begin with "bf16_"
+def parts_of_rank(checkpoint: Path, rank: int, shard: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """Name and flat float32 part of every parameter of which a rank holds one; `shard` counts tensor-parallel ranks."""
+    path = next(
+        checkpoint.glob(f"*zero_pp_rank_{rank}_mp_rank_{shard:02d}_optim_states.pt")
+    )  # bf16's begin with "bf16_"
     optimizer = _load(path)["optimizer_state_dict"]
     if "fp32_flat_groups" not in optimizer:  # stages 1 and 2 list what lies where
         for group, flat in zip(

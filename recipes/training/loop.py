@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from model.flops import training_flops_per_token
 from recipes.cluster.host_memory import give_back_freed_memory
+from recipes.config.ds_check import autotp_size
 from recipes.data.conversation_data import evaluation_batches
 from recipes.data.corpus import PreparedCorpus
 from recipes.data.loader import StepBatch, TrainingData, step_batches
@@ -231,8 +232,8 @@ class TrainingRun:
             # another global batch than before the resume: go on at the next sequence, lose and repeat none
             sample_offset=self.state.samples - resolved.batch_plan.samples_before(self.state.step),
             micro_batch_size=resolved.micro_batch_size,
-            rank=plan.launch.rank,
-            world_size=plan.launch.world_size,
+            rank=plan.data_rank,
+            world_size=plan.data_ranks,
             num_workers=plan.num_workers,
             pin_memory=self.engine.device.type == "cuda",
         )
@@ -314,13 +315,15 @@ def evaluate_heldout(engine: Any, plan: RunPlan, heldout: list[PreparedCorpus]) 
     heldout = [corpus for corpus in heldout if corpus.num_tokens > 1]
     if not heldout:
         return None
+    # Ranks that share matrices need the same sequences; those that share sequences evaluate whole ones, each its own.
+    copies = autotp_size(plan.resolved.config)
     share_batches = functools.partial(
         evaluation_batches,
         seq_length=plan.seq_length,
         micro_batch_size=plan.resolved.micro_batch_size,
-        rank=plan.launch.rank,
-        world_size=plan.launch.world_size,
+        rank=plan.launch.rank // copies,
+        world_size=plan.launch.world_size // copies,
         document_mask=plan.config.document_mask,
     )
     batches = itertools.chain.from_iterable(map(share_batches, heldout))
-    return evaluate(engine, batches, sum(corpus.num_bytes for corpus in heldout))
+    return evaluate(engine, batches, sum(corpus.num_bytes for corpus in heldout), copies)

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from recipes.training.expert_metrics import expert_metrics
 from recipes.training.step import StepResult
 
@@ -44,7 +46,7 @@ def step_metrics(
         "step_seconds": seconds,
         "tokens_per_second": tokens_per_second,
         "tokens_per_second_with_padding": batch_tokens / seconds,
-        "mfu": tokens_per_second * flops_per_token / (peak_flops * engine.dp_world_size),
+        "mfu": tokens_per_second * flops_per_token / (peak_flops * torch.distributed.get_world_size()),
         **expert_metrics(result.expert_load, result.router_entropy),
         "epoch": epoch,
         **({"grad_norms": result.grad_norms} if result.grad_norms else {}),

@@ -11,7 +11,15 @@ from recipes.cluster.nccl_presets import NcclPreset, choose_preset, count_nodes,
 from recipes.cluster.op_builds import has_compiler, has_libaio
 from recipes.cluster.preflight import RunNeeds
 from recipes.config.batch_plan import BatchRamp
-from recipes.config.ds_check import autoep_size, enabled, offloads_to_nvme, precision, zero_stage
+from recipes.config.ds_check import (
+    autoep_size,
+    autotp_size,
+    enabled,
+    offloads_to_nvme,
+    precision,
+    ranks_per_sequence,
+    zero_stage,
+)
 from recipes.config.ds_config import (
     ResolvedDsConfig,
     RunFacts,
@@ -23,6 +31,7 @@ from recipes.config.ds_config import (
 from recipes.config.errors import UserError
 from recipes.config.finetune_config import FinetuneConfig
 from recipes.config.instrument_flags import check_instruments
+from recipes.config.parallel_check import flag_faults
 from recipes.config.run_config import PretrainConfig, RunConfig, run_folder
 from recipes.data.loader import default_num_workers
 from recipes.training.checkpoint_files import CheckpointError, TrainingState, read_state
@@ -91,6 +100,16 @@ class RunPlan:
         return autoep_size(self.resolved.config)
 
     @property
+    def data_ranks(self) -> int:
+        """Groups of ranks that have sequences of their own; a rank is a group where none share a model."""
+        return self.launch.world_size // ranks_per_sequence(self.resolved.config)
+
+    @property
+    def data_rank(self) -> int:
+        """Which of them this rank belongs to; consecutive ranks make a group."""
+        return self.launch.rank // ranks_per_sequence(self.resolved.config)
+
+    @property
     def needs(self) -> RunNeeds:
         """What the run will ask of its hosts."""
         return RunNeeds(
@@ -110,6 +129,7 @@ class RunPlan:
             "zero_stage": self.zero_stage,
             "dtype": self.dtype,
             "autoep_size": self.autoep_size,
+            "autotp_size": autotp_size(self.resolved.config),
         }
 
     def saved_state(self) -> TrainingState | None:
@@ -193,6 +213,8 @@ def resolve_run(
             "--log_group_norms with expert_parallel in the ds_config: a rank would count its own experts alone; "
             "leave the flag out"
         )
+    if faults := flag_faults(resolved.config, config):
+        raise UserError(*faults)
     candidates = find_candidates(folder, config.resume)
     newest = candidates[0] if candidates else None
     if config.resume != "never":

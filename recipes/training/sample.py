@@ -26,6 +26,8 @@ def sample_tokens(
 ) -> list[int]:
     """What the model says after a prompt; every rank draws the same, from the same seed and the same logits."""
     engine.eval()
+    # AutoTP leaves a rank a part of the heads, and plain attention's cache has room for all of them.
+    use_cache = use_cache and (engine.module.config.uses_latent_attention or engine.autotp_size() <= 1)
     drawn = generate_tokens(
         engine.module,
         torch.tensor([prompt], device=engine.device),

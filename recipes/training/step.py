@@ -60,8 +60,9 @@ def train_step(
         leave_out: asked with the step's loss before the update, on every rank alike; True leaves the update out.
         log_group_norms: also give the gradient's norm by kind of parameter.
     """
+    copies = torch.distributed.get_world_size() // engine.dp_world_size  # ranks that have the same sequences
     labels = sum((batch["labels"] != IGNORE_INDEX).sum() for batch in micro_batches)
-    label_tokens = int(_all_reduce(torch.as_tensor(labels, device=engine.device)))
+    label_tokens = int(_all_reduce(torch.as_tensor(labels, device=engine.device))) // copies
     # DeepSpeed averages gradients over ranks and micro-batches; dividing each sum by the mean label count of a
     # micro-batch makes that average the sum over the global batch divided by all its labels.
     denominator = max(label_tokens, 1) / (engine.dp_world_size * len(micro_batches))
@@ -87,7 +88,7 @@ def train_step(
             engine.step()
     sums = _all_reduce(torch.cat([sums, torch.tensor(votes(), device=engine.device, dtype=torch.float64)]))
     _all_reduce(by_source)
-    loss, mtp_loss, mtp_label_tokens, balance_loss, *voted = sums.tolist()
+    loss, mtp_loss, mtp_label_tokens, balance_loss = (sums[:4] / copies).tolist()
     loss /= max(label_tokens, 1)
 
     norm = _unpartitioned_grad_norm(engine)
@@ -97,7 +98,7 @@ def train_step(
     control.step(leave_out=unwanted or not finite)
     applied = bool(engine.was_step_applied())
     grad_norm = engine.get_global_grad_norm() if norm is None else norm
-    expert_load, router_entropy = balance_experts(engine.module, bias_update_speed if applied else 0.0)
+    expert_load, router_entropy = balance_experts(engine.module, bias_update_speed if applied else 0.0, copies)
     return StepResult(
         loss=loss,
         mtp_loss=mtp_loss / max(mtp_label_tokens, 1),
@@ -112,7 +113,7 @@ def train_step(
         source_losses=(by_source[0] / by_source[1]).tolist(),
         expert_load=expert_load,
         router_entropy=router_entropy,
-        votes=voted,
+        votes=sums[4:].tolist(),
         grad_norms=norms,
     )
 
@@ -130,11 +131,14 @@ def _unpartitioned_grad_norm(engine: Any) -> float | None:
 
 
 @torch.no_grad()
-def balance_experts(model: torch.nn.Module, speed: float) -> tuple[dict[str, list[float]], dict[str, float]]:
+def balance_experts(
+    model: torch.nn.Module, speed: float, copies: int = 1
+) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Move every router's bias once, from the counts of the whole global batch, and start counting anew.
 
     Args:
         speed: gamma [bias units per optimizer step]; 0 leaves the bias alone (a skipped step).
+        copies: ranks that have counted the same tokens.
     Returns:
         For each router the share of tokens by expert, summing to 1, and its tokens' mean entropy of affinities [nats].
     Source: DeepSeek-V3 (arXiv 2412.19437), section 2.1.2.
@@ -146,7 +150,7 @@ def balance_experts(model: torch.nn.Module, speed: float) -> tuple[dict[str, lis
     # sums and so the same bias.
     taken = [router.take_counts() for router in routers.values()]
     message = torch.stack([torch.cat([counts.double(), entropy.double().view(1)]) for counts, entropy in taken])
-    _all_reduce(message)
+    _all_reduce(message).div_(copies)
     counts_LE, entropy_L = message[:, :-1].to(torch.int64), message[:, -1]
     for router, counts in zip(routers.values(), counts_LE, strict=True):
         if speed and router.e_score_correction_bias is not None:  # V2's kind of router has no bias

@@ -34,7 +34,7 @@ def plan_lines(plan: RunPlan) -> list[str]:
         f"devices        {launch.world_size} x {plan.device_type}",
         f"batch          {resolved.global_batch_size} sequences of {plan.seq_length} tokens a step = "
         f"{resolved.micro_batch_size} a micro-batch x {resolved.gradient_accumulation_steps} accumulated "
-        f"x {launch.world_size} ranks",
+        f"x {plan.data_ranks} ranks" + (" with sequences of their own" if plan.data_ranks < launch.world_size else ""),
         f"steps          {resolved.max_steps} ({resolved.batch_plan.tokens_before(resolved.max_steps):,} tokens)",
         f"learning rate  {resolved.lr_line}",
         f"data           {' '.join(plan.config.data)}; {plan.num_workers} loading processes a rank",

@@ -1,7 +1,8 @@
-"""Train 20 steps under several layouts of ranks, ZeRO and experts: `train_expert_parallel.py MODEL FOLDER CASES_JSON`.
+"""Train 20 steps under several layouts of ranks, ZeRO and model: `train_expert_parallel.py MODEL FOLDER CASES_JSON`.
 
 A case is a list of `--set` settings on ds_configs/cpu.json, and of words: a checkpointing policy; "softmax" for V2's
-routing; "save". All see the same global batches, some rows padded. FOLDER gets steps.json, and what was saved.
+routing; "documents" for attention within them; "save". All see the same global batches, some rows
+padded. FOLDER gets steps.json, and what was saved.
 """
 
 import dataclasses
@@ -11,11 +12,13 @@ import sys
 from pathlib import Path
 
 import torch
+from emulated_fp16 import allow_fp16
 
 from model.config import ModelConfig
 from model.losses import IGNORE_INDEX
 from model.moe import iter_routers
 from recipes.cluster.launch import quiet_deepspeed, read_launch, start_process_group, stop_process_group
+from recipes.config.ds_check import ranks_per_sequence
 from recipes.config.ds_config import DS_CONFIGS, RunFacts, apply_overrides, load_ds_config, resolve_ds_config
 from recipes.training.engine import build_engine, build_model
 from recipes.training.evaluation import evaluate
@@ -56,12 +59,17 @@ def global_batch(step, vocab_size):
     return ids, valid
 
 
-def micro_batches(step, vocab_size, micro_batch, ranks, rank):
+def micro_batches(step, vocab_size, micro_batch, ranks, rank, documents=False):
     ids, valid = global_batch(step, vocab_size)
+    positions = torch.arange(LENGTH)
+    starts = torch.tensor([0, 7, 17]) if documents else torch.tensor([0])  # none at a cut of the sequence in halves
+    document_ids = (positions.unsqueeze(1) >= starts).sum(1) - 1
+    more = {"position_ids": (positions - starts[document_ids]).expand(micro_batch, -1)}
+    more |= {"document_ids": document_ids.expand(micro_batch, -1)} if documents else {}
     for first in range(rank * micro_batch, BATCH, ranks * micro_batch):
         rows = slice(first, first + micro_batch)
         labels = ids[rows, 1:].masked_fill(~valid[rows], IGNORE_INDEX)
-        yield {"input_ids": ids[rows, :-1], "labels": labels, "valid_tokens": valid[rows]}
+        yield {"input_ids": ids[rows, :-1], "labels": labels, "valid_tokens": valid[rows], **more}
 
 
 def model_config(path, words):
@@ -77,17 +85,22 @@ def train(name, settings, config, ranks, rank, folder):
     words = [word for word in settings if "=" not in word]
     resolved = resolve([word for word in settings if "=" in word], config, ranks)
     model = build_model(config, resolved.config)
+    sharing = ranks_per_sequence(resolved.config)
+    data_ranks, data_rank = ranks // sharing, rank // sharing
     experts = own_experts(config, resolved.config, rank)
     draw_weights(model, 1, experts)
     check_same_on_every_rank(model, experts)
     engine = build_engine(model, resolved.config, build_schedule(resolved.scheduler, STEPS).multiplier)
     for policy in {"full", "selective"} & set(words):
         engine.module.set_gradient_checkpointing(policy)
+    of_case = {"documents": "documents" in words}
     control, steps = UpdateControl(engine), []
     for step in range(STEPS):
         if step == EVALUATED:
-            evaluate(engine, micro_batches(1000, config.vocab_size, 1, ranks, rank), text_bytes=1)
-        batches = list(micro_batches(step, config.vocab_size, resolved.micro_batch_size, ranks, rank))
+            evaluate(engine, micro_batches(1000, config.vocab_size, 1, data_ranks, data_rank, **of_case), text_bytes=1)
+        batches = list(
+            micro_batches(step, config.vocab_size, resolved.micro_batch_size, data_ranks, data_rank, **of_case)
+        )
         sources = torch.zeros(len(batches), resolved.micro_batch_size, dtype=torch.int64)
         result = train_step(engine, control, batches, SPEED, sources, num_sources=1)
         biases = {
@@ -116,6 +129,7 @@ def save(engine, folder, name):
 
 if __name__ == "__main__":
     quiet_deepspeed()
+    allow_fp16()
     launch = read_launch()
     model_file, folder, cases = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
     start_process_group(launch, {})

@@ -23,7 +23,15 @@ def facts(**changes):
         world_size=2,
         device_type="cuda",
         device_dtypes=frozenset({"fp32", "bf16", "fp16"}),
-        model=SimpleNamespace(hidden_size=64, n_routed_experts=8),
+        model=SimpleNamespace(
+            hidden_size=64,
+            n_routed_experts=8,
+            num_attention_heads=4,
+            first_k_dense_replace=1,
+            intermediate_size=96,
+            moe_intermediate_size=32,
+            n_shared_experts=1,
+        ),
         seq_length=128,
         max_steps=100,
     )
