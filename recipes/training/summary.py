@@ -29,7 +29,7 @@ def plan_lines(plan: RunPlan) -> list[str]:
     start = f"step {state.step} of {plan.candidates[0]}" if state else "a fresh start"
     return [
         f"model          {plan.config.model}: {parameters.total:,} parameters, {parameters.active:,} active per token, "
-        f"{parameters.mtp:,} for multi-token prediction; {flops / 1e6:,.0f} MFLOP per token",
+        f"{parameters.mtp:,} for multi-token prediction; {_flops_text(flops)} per token",
         f"ds_config      {plan.ds_config_source}: ZeRO {plan.zero_stage}, {plan.dtype}",
         f"devices        {launch.world_size} x {plan.device_type}",
         f"batch          {resolved.global_batch_size} sequences of {plan.seq_length} tokens a step = "
@@ -43,6 +43,14 @@ def plan_lines(plan: RunPlan) -> list[str]:
         *plan.nccl.lines(),
         *(f"note           {note}" for note in resolved.notes),
     ]
+
+
+def _flops_text(flops: float) -> str:
+    """In the largest unit that leaves a digit before the point, of three digits: 1.23 GFLOP."""
+    for unit, size in (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6), ("kFLOP", 1e3)):
+        if flops >= size:
+            return f"{flops / size:.3g} {unit}"
+    return f"{flops:.3g} FLOP"
 
 
 def plan_result(plan: RunPlan) -> dict[str, Any]:

@@ -39,13 +39,35 @@ def run_all(folder):
     return found
 
 
+def test_the_gpus_commands_have_flags_that_exist(capsys):
+    """They are not run; a flag that was renamed shows all the same."""
+    import importlib
+
+    from recipes.config.finetune_config import parse_finetune_config
+    from recipes.config.run_config import parse_pretrain_config
+
+    lines = re.findall(r"^    (.*recipes/\w+\.py .*)$", DOCUMENT, flags=re.MULTILINE)
+    assert len(lines) == 7
+    for line in lines:
+        name, words = line.split("recipes/")[1].split(".py ")
+        if name == "pretrain":
+            parse_pretrain_config(shlex.split(words))
+        elif name == "finetune":
+            parse_finetune_config(shlex.split(words))
+        elif name == "plan":
+            importlib.import_module("recipes.plan").main([*shlex.split(words)])
+            assert "recommended: 1gpu_bf16" in capsys.readouterr().out
+        else:
+            importlib.import_module(f"recipes.{name}").build_parser().parse_args(shlex.split(words))
+
+
 def test_from_raw_text_to_a_chat_answer(tmp_path):
     lay_out(tmp_path)
     ended = {command.split()[1].split("/")[1]: result for command, (result, _) in run_all(tmp_path).items()}
     assert len(COMMANDS) == 7 and len(ended) == 6, "the document's commands have changed: look at this test, too"
     losses = [line["loss"] for line in metrics(tmp_path / "runs/example")]
     # by hand: at first every one of 4,096 ids is as likely, ln 4096 = 8.32
-    assert 8.1 < losses[0] < 8.5 and losses[-1] < losses[0] - 2, losses
+    assert 8.1 < losses[0] < 8.5 and losses[-1] < losses[0] - 1, losses
     assert "The fox is red." in ended["generate.py"].stdout
     assert (tmp_path / "exported/example_chat/config.json").exists()
     assert not list(tmp_path.glob("text/*.json")), "the user's files are left alone"
