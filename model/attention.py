@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.causal_attention import SHORT_SEQUENCE, CausalAttentionFunction
+from model.causal_attention import CausalAttentionFunction, beats_fused
 from model.config import ModelConfig
 from model.layers import RMSNorm
 from model.rope import apply_rotary, softmax_scale
@@ -22,7 +22,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor
         (B, S, N * Dv)
     """
     value_dim = value.shape[-1]
-    if query.device.type == "cpu" and mask is None and query.shape[2] <= SHORT_SEQUENCE:
+    if query.device.type == "cpu" and mask is None and beats_fused(query.shape[2], query.dtype):
         return CausalAttentionFunction.apply(query, key, value, scale).transpose(1, 2).flatten(2)
     if value_dim != query.shape[-1]:
         # The fused kernels take one head size only; zeros in the values add nothing to the kept part.
