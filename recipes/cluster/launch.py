@@ -64,10 +64,11 @@ def device_dtypes() -> frozenset[str]:
 
 
 def prefers_bf16() -> bool:
-    """Whether bf16 is the device's precision of choice: on GPUs wherever it has it, on CPUs with bf16 matrix units."""
+    """Whether bf16 is the precision of choice: on GPUs wherever they have it, on CPUs with instructions for it."""
     if device_type() == "cuda":
         return "bf16" in device_dtypes()
-    return bool(torch.cpu.get_capabilities().get("amx_bf16", False))
+    has = torch.cpu.get_capabilities()
+    return bool(has.get("amx_bf16") or has.get("avx512_bf16"))
 
 
 def quiet_deepspeed() -> None:
