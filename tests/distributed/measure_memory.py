@@ -12,13 +12,13 @@ import time
 from pathlib import Path
 
 import torch
-from emulated_fp16 import allow_fp16
 
 from benchmarks.held_bytes import all_tensors, sizes, storages
 from model.config import ModelConfig
 from recipes.cluster.launch import quiet_deepspeed, read_launch, start_process_group, stop_process_group
 from recipes.training.engine import build_engine, build_model
 from recipes.training.initial_weights import draw_weights
+from tests.distributed.emulated_fp16 import allow_fp16
 
 PARTS = ("weights", "optimizer", "gradients")
 

@@ -13,10 +13,10 @@ sys.path[0] = str(Path(__file__).resolve().parents[2])
 import deepspeed
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from emulated_fp16 import allow_fp16
 
 from recipes.cluster.launch import quiet_deepspeed, read_launch, stop_process_group
 from recipes.config.run_config import parse_pretrain_config
+from tests.distributed.emulated_fp16 import allow_fp16
 
 
 def whole_state(engine) -> dict:

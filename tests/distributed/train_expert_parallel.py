@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 import torch
-from emulated_fp16 import allow_fp16
 
 from model.config import ModelConfig
 from model.losses import IGNORE_INDEX
@@ -27,6 +26,7 @@ from recipes.training.initial_weights import check_same_on_every_rank, draw_weig
 from recipes.training.loss_scale import UpdateControl
 from recipes.training.schedule import build_schedule
 from recipes.training.step import train_step
+from tests.distributed.emulated_fp16 import allow_fp16
 
 STEPS, BATCH, LENGTH, SPEED = 20, 8, 24, 0.002
 EVALUATED = 7  # the step before which a held-out batch is evaluated, which must leave no trace

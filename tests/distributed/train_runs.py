@@ -9,10 +9,9 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from emulated_fp16 import allow_fp16
-
 from recipes.cluster.launch import quiet_deepspeed, read_launch, stop_process_group
 from recipes.config.run_config import parse_pretrain_config
+from tests.distributed.emulated_fp16 import allow_fp16
 
 if __name__ == "__main__":
     quiet_deepspeed()

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import torch
-from emulated_fp16 import allow_fp16
 
 from model.config import ModelConfig
 from recipes.cluster.launch import quiet_deepspeed, read_launch, start_process_group, stop_process_group
@@ -17,6 +16,7 @@ from recipes.config.ds_config import DS_CONFIGS, RunFacts, apply_overrides, load
 from recipes.training.engine import build_engine, build_model
 from recipes.training.initial_weights import draw_weights
 from recipes.training.schedule import build_schedule
+from tests.distributed.emulated_fp16 import allow_fp16
 
 STEPS, BATCH, MICRO_BATCH, LENGTH = 4, 8, 2, 16
 

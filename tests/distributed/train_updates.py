@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 from deepspeed.utils import safe_get_full_fp32_param
-from emulated_fp16 import allow_fp16
 
 from model.config import ModelConfig
 from recipes.cluster.launch import quiet_deepspeed, read_launch, start_process_group, stop_process_group
@@ -20,6 +19,7 @@ from recipes.training.engine import build_engine, build_model
 from recipes.training.initial_weights import draw_weights
 from recipes.training.loss_scale import UpdateControl
 from recipes.training.step import train_step
+from tests.distributed.emulated_fp16 import allow_fp16
 
 ADAMW = {"type": "AdamW", "params": {"lr": 0.01, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True}}
 POISONED = "model.layers.1.mlp.experts.down_proj"
