@@ -1,13 +1,15 @@
 """What a checkpoint of the small preset costs: bytes, seconds, and how long training stands still.
 
-    python benchmarks/checkpoint.py [--folder F] [--preset small]
+    python benchmarks/checkpoint.py [--folder F] [--preset small] [--rounds 3]
 
-Beside each save, the rate at which the same disk takes (write and fsync) and gives the same bytes as one plain file.
+After each save, the same disk takes (write and fsync) and gives as many bytes as one plain file. Each is deleted before
+the next, so that all write to blocks that the disk has had before: a virtual disk is several times slower with others.
 """
 
 import argparse
 import os
 import shutil
+import statistics
 import sys
 import tempfile
 import time
@@ -50,6 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=None, help="where to write (default: the temporary folder)")
     parser.add_argument("--preset", default="small")
+    parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     quiet_deepspeed()
     from recipes.training.checkpoint import CheckpointWriter, load_checkpoint
@@ -75,32 +78,38 @@ def main() -> None:
     (folder / "tokenizer").mkdir()
     counts = count_parameters(config)
     print(f"{arguments.preset}: {counts.total + counts.mtp:,} parameters, bf16 with fp32 master weights and moments")
-    for step, background in ((1, False), (2, False), (3, True)):
-        writer = CheckpointWriter(
-            engine, folder, config.to_dict(), folder / "tokenizer", total_limit=1, background=background
-        )
-        begin = time.perf_counter()
-        stall = writer.save(TrainingState(step=step, world_size=1, zero_stage=1, dtype="bf16"))
-        writer.finish()
-        seconds = time.perf_counter() - begin
-        checkpoint = folder / f"step_{step:08d}"
-        size = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
-        plain_write, plain_read = plain_file_seconds(folder / "plain", size)
-        print(
-            f"{'in the background' if background else 'at once':<18} {size:,} bytes; complete after {seconds:.2f} s, "
-            f"training stood still {stall:.2f} s; a plain file of that size: written in {plain_write:.2f} s"
-        )
-    for path in checkpoint.rglob("*.pt"):
-        drop_from_cache(path)
-    begin = time.perf_counter()
-    verify_checksums(checkpoint)
-    verified = time.perf_counter() - begin
-    begin = time.perf_counter()
-    load_checkpoint(engine, checkpoint)
-    print(
-        f"loaded in {time.perf_counter() - begin:.2f} s after {verified:.2f} s of verifying checksums from the disk; "
-        f"the plain file: read in {plain_read:.2f} s"
-    )
+    measured: dict[str, list[float]] = {}
+    for step in range(1, arguments.rounds + 2):  # the first makes the disk find its blocks, and does not count
+        for name, background in (("at once", False), ("in the background", True)):
+            writer = CheckpointWriter(
+                engine, folder, config.to_dict(), folder / "tokenizer", total_limit=1, background=background
+            )
+            begin = time.perf_counter()
+            stall = writer.save(TrainingState(step=step, world_size=1, zero_stage=1, dtype="bf16"))
+            writer.finish()
+            seconds = {name: time.perf_counter() - begin, f"{name}, standing still": stall}
+            checkpoint = folder / f"step_{step:08d}"
+            files = [path for path in checkpoint.rglob("*") if path.is_file()]
+            size = sum(path.stat().st_size for path in files)
+            for path in files:
+                drop_from_cache(path)
+            begin = time.perf_counter()
+            verify_checksums(checkpoint)
+            seconds["verify"] = time.perf_counter() - begin
+            for path in files:
+                drop_from_cache(path)
+            begin = time.perf_counter()
+            load_checkpoint(engine, checkpoint)
+            seconds["load"] = time.perf_counter() - begin
+            shutil.rmtree(checkpoint)
+            seconds["plain write"], seconds["plain read"] = plain_file_seconds(folder / "plain", size)
+            (folder / "plain").unlink()
+            if step > 1:
+                for key, value in seconds.items():
+                    measured.setdefault(key, []).append(value)
+    print(f"{size:,} bytes; medians and ranges over {arguments.rounds} rounds [s]")
+    for key, values in measured.items():
+        print(f"  {key:<34} {statistics.median(values):6.2f}   {min(values):.2f} to {max(values):.2f}")
     shutil.rmtree(folder)
 
 
