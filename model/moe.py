@@ -120,7 +120,10 @@ class Router(nn.Module):
         if self.e_score_correction_bias is not None or self.groups > 1:
             indices = scores.detach().topk(self.top_k, dim=-1).indices  # eq. 18 ranks the scores without the bias
         loss = sequence_balance_loss(
-            scores.unflatten(0, (batch_size, -1)), indices.unflatten(0, (batch_size, -1)), valid_tokens, self.add_up
+            scores.unflatten(0, (batch_size, -1)),
+            indices.unflatten(0, (batch_size, -1)),
+            valid_tokens,
+            self.add_up if self.training else None,
         )
         return RoutingStatistics(counts, self.balance_loss_alpha * loss, entropy_sum)
 

@@ -73,11 +73,13 @@ def _pipeline(config: dict[str, Any], facts: "RunFacts") -> Iterator[str]:
 
 def _tensor_parallel(config: dict[str, Any], facts: "RunFacts") -> Iterator[str]:
     key, tensor_parallel = "tensor_parallel.autotp_size", section(config, "tensor_parallel")
+    for other in tensor_parallel.keys() - {"autotp_size", "partition_config"}:
+        yield f"tensor_parallel.{other}: autotp_size alone is taken, the rest follows from the model; delete it"
     size = tensor_parallel.get("autotp_size", 0)
-    if not isinstance(size, int) or size in (0, 1):  # what is no number, DeepSpeed itself refuses
+    if type(size) is not int or size < 0:
+        yield f"{key}: {size!r} must be a whole number, 1 for none"
         return
-    if size < 0:
-        yield f"{key}: {size} must be at least 1, which is none"
+    if size in (0, 1):
         return
     if facts.world_size % size:
         yield f"{key}: {size} does not divide the {facts.world_size} ranks; {_divisor_hint(facts.world_size, size)}"
@@ -90,15 +92,13 @@ def _tensor_parallel(config: dict[str, Any], facts: "RunFacts") -> Iterator[str]
             "tokens over the same ranks; write 1, or expert_parallel.enabled false"
         )
     yield from _not_shown(config, f"{key}: {size}")
-    if tensor_parallel.get("partition_config") != TENSOR_PARTITION or tensor_parallel.get("preset_model"):
-        yield "tensor_parallel.partition_config, preset_model: the model's own modules decide them; delete them"
-    if tensor_parallel.get("vocab_parallel_lm_head"):
-        yield "tensor_parallel.vocab_parallel_lm_head: true, but the head computes the loss by itself; delete it"
+    if tensor_parallel.get("partition_config") != TENSOR_PARTITION:
+        yield "tensor_parallel.partition_config: the model's own modules decide it; delete it"
 
 
 def _sequence_parallel(config: dict[str, Any], facts: "RunFacts") -> Iterator[str]:
     key, size = "sequence_parallel_size", config.get("sequence_parallel_size", 1)
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+    if type(size) is not int or size < 1:
         yield f"{key}: {size!r} must be a whole number, 1 for none"
         return
     if "data_parallel_size" in config:

@@ -75,7 +75,7 @@ def _host_copy(value: Any) -> Any:
 class _HashedFile(io.RawIOBase):
     """Counts and hashes what is written, so that nothing is read again for the manifest.
 
-    A second thread hashes while this one writes: each costs about as much as the other, and both leave Python's lock.
+    Other threads hash, and have the disk begin, while this one writes: none of them holds Python's lock.
     """
 
     def __init__(self, file: BinaryIO, helpers: Executor) -> None:

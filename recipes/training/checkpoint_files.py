@@ -45,6 +45,7 @@ class TrainingState:
     dtype: str = "fp32"
     autoep_size: int = 0  # ranks that share one set of experts; 0: AutoEP is off
     autotp_size: int = 1  # ranks that share every sharded matrix
+    grouping: int = 1  # recipes.training.optimizer.GROUPING; of checkpoints that do not say, two groups
     loss_scaler: dict[str, float] | None = None  # fp16's: scale and counters
     recent_losses: list[float] = field(default_factory=list)  # against which a spike is measured
     passed_over: list[list[int]] = field(default_factory=list)  # [first sequence, sequences, step rewound to] of spikes

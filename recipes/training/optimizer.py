@@ -19,6 +19,9 @@ DECAYED, NOT_DECAYED = "decayed", "not_decayed"
 # Before a step ZeRO 1 and 2 copy a rank's gradients of each group into one block, so groups of a part of the model keep
 # that block small; smaller ones than this would only cost calls.
 _LEAST_ELEMENTS, _MOST_PARTS = 8 << 20, 16
+# To be counted up with every change of which parameters make a group: DeepSpeed loads its own checkpoints by group, and
+# those of another number are converted first, by name.
+GROUPING = 2
 
 
 def parameter_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:

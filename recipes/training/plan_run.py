@@ -36,6 +36,7 @@ from recipes.config.run_config import PretrainConfig, RunConfig, run_folder
 from recipes.data.loader import default_num_workers
 from recipes.training.checkpoint_files import CheckpointError, TrainingState, read_state
 from recipes.training.data_sources import check_data
+from recipes.training.optimizer import GROUPING
 from recipes.training.resume import (
     architecture_differences,
     check_convertible,
@@ -130,6 +131,7 @@ class RunPlan:
             "dtype": self.dtype,
             "autoep_size": self.autoep_size,
             "autotp_size": autotp_size(self.resolved.config),
+            "grouping": GROUPING,
         }
 
     def saved_state(self) -> TrainingState | None:

@@ -160,7 +160,7 @@ class SequenceParallelModel(DeepseekForCausalLM):
     def _collect_statistics(self, statistics: list[RoutingStatistics | None], hidden: Tensor) -> Tensor:
         """Count the tokens of whole sequences, as every rank of a group reports them."""
         present = [index for index, one in enumerate(statistics) if one is not None]
-        if present:
+        if present and self.training:
             some = [one for one in statistics if one is not None]
             counts = add_up_over_sequence(torch.stack([one.tokens_per_expert for one in some]))
             entropies = add_up_over_sequence(torch.stack([one.entropy_sum for one in some]))

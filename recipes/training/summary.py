@@ -48,7 +48,7 @@ def plan_lines(plan: RunPlan) -> list[str]:
 def _flops_text(flops: float) -> str:
     """In the largest unit that leaves a digit before the point, of three digits: 1.23 GFLOP."""
     for unit, size in (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6), ("kFLOP", 1e3)):
-        if flops >= size:
+        if flops >= 0.9995 * size:  # what rounds to 1
             return f"{flops / size:.3g} {unit}"
     return f"{flops:.3g} FLOP"
 

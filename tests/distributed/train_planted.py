@@ -17,6 +17,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[2])
 from recipes.cluster.launch import quiet_deepspeed, read_launch, stop_process_group
 from recipes.config.errors import TrainingFault
 from recipes.config.run_config import parse_pretrain_config
+from tests.distributed.emulated_fp16 import allow_fp16
 
 MARK = 7  # an input of this token alone is a spoiled sequence
 
@@ -106,6 +107,7 @@ def train(run, launch):
 
 if __name__ == "__main__":
     quiet_deepspeed()
+    allow_fp16()
     launch = read_launch()
     for run in json.loads(Path(sys.argv[1]).read_text()):
         print(f"run {run['arguments'][-1]}", flush=True)

@@ -10,6 +10,7 @@ from recipes.training.summary import _flops_text
     [
         (249_300.0, "249 kFLOP"),
         (999.0, "999 FLOP"),
+        (999.9, "1 kFLOP"),
         (1500.0, "1.5 kFLOP"),
         (2.21e7, "22.1 MFLOP"),
         (2.5e11, "250 GFLOP"),
