@@ -12,6 +12,9 @@ from recipes.config.batch import TRAIN_BATCH
 from recipes.config.ds_check import LEARNING_RATES, autotp_size, enabled, offload_device, section, zero_stage
 from recipes.config.ds_keys import RECIPE_KEY, native_autos
 
+if TYPE_CHECKING:
+    from recipes.config.ds_config import RunFacts
+
 # Which matrices AutoTP shares out: by heads in attention, by columns and then rows in dense layers and shared experts.
 # MLA's compressed parts (q_a, kv_a), norms, routers, routed experts, embedding and head stay whole on every rank.
 TENSOR_PARTITION = {
@@ -33,9 +36,6 @@ TENSOR_PARTITION = {
         },
     ],
 }
-
-if TYPE_CHECKING:
-    from recipes.config.ds_config import RunFacts
 
 # What a resolved file keeps although it was filled in: the run's identity, which no other machine may change.
 _IDENTITY = {TRAIN_BATCH, *(f"optimizer.params.{key}" for key in LEARNING_RATES)}

@@ -44,7 +44,7 @@ def parallel_faults(config: dict[str, Any], source: str, facts: "RunFacts") -> l
 
 
 def flag_faults(config: dict[str, Any], flags: Any) -> list[str]:
-    """What a run's flags ask for that tensor and sequence parallelism do not go with.
+    """What a run's flags ask for that the ds_config's parallelism does not go with.
 
     Args:
         config: a resolved ds_config. flags: a PretrainConfig or FinetuneConfig.
@@ -53,12 +53,18 @@ def flag_faults(config: dict[str, Any], flags: Any) -> list[str]:
         "tensor_parallel.autotp_size": autotp_size(config),
         "sequence_parallel_size": sequence_parallel_size(config),
     }
-    return [
+    faults = [
         f"--{name}: with {key} {size} in the ds_config, which it was not shown to work with; leave one of them out"
         for key, size in sizes.items()
         for name in ("torch_compile", "log_group_norms", "ema_decay", "lora_rank")
         if size > 1 and getattr(flags, name, None)
     ]
+    if enabled(config, "expert_parallel") and flags.log_group_norms:
+        faults.append(
+            "--log_group_norms with expert_parallel in the ds_config: a rank would count its own experts alone; "
+            "leave the flag out"
+        )
+    return faults
 
 
 def _pipeline(config: dict[str, Any], facts: "RunFacts") -> Iterator[str]:
@@ -73,7 +79,7 @@ def _pipeline(config: dict[str, Any], facts: "RunFacts") -> Iterator[str]:
 
 def _tensor_parallel(config: dict[str, Any], facts: "RunFacts") -> Iterator[str]:
     key, tensor_parallel = "tensor_parallel.autotp_size", section(config, "tensor_parallel")
-    for other in tensor_parallel.keys() - {"autotp_size", "partition_config"}:
+    for other in sorted(tensor_parallel.keys() - {"autotp_size", "partition_config"}):
         yield f"tensor_parallel.{other}: autotp_size alone is taken, the rest follows from the model; delete it"
     size = tensor_parallel.get("autotp_size", 0)
     if type(size) is not int or size < 0:
@@ -81,11 +87,9 @@ def _tensor_parallel(config: dict[str, Any], facts: "RunFacts") -> Iterator[str]
         return
     if size in (0, 1):
         return
-    if facts.world_size % size:
-        yield f"{key}: {size} does not divide the {facts.world_size} ranks; {_divisor_hint(facts.world_size, size)}"
+    yield from _undivided(key, size, facts.world_size, f"the {facts.world_size} ranks")
     for field, width in _shared_widths(facts.model).items():
-        if width % size:
-            yield f"{key}: {size} does not divide the model's {field} {width}; {_divisor_hint(width, size)}"
+        yield from _undivided(key, size, width, f"the model's {field} {width}")
     if enabled(config, "expert_parallel"):
         yield (
             f"{key}: {size} with expert_parallel, under which AutoTP finds no shared experts and AutoEP cuts the "
@@ -110,8 +114,7 @@ def _sequence_parallel(config: dict[str, Any], facts: "RunFacts") -> Iterator[st
         ("attention heads", facts.model.num_attention_heads),
         ("tokens of a sequence (--seq_length)", facts.seq_length),
     ):
-        if number % size:
-            yield f"{key}: {size} does not divide the {number} {what}; {_divisor_hint(number, size)}"
+        yield from _undivided(key, size, number, f"the {number} {what}")
     if autotp_size(config) > 1:
         yield f"{key}: {size} with tensor_parallel.autotp_size; DeepSpeed has no common groups; write 1 in one of them"
     if enabled(config, "expert_parallel"):
@@ -151,8 +154,14 @@ def _shared_widths(model: Any) -> dict[str, int]:
     return {field: width for field, width in widths.items() if width}
 
 
-def _divisor_hint(number: int, wanted: int) -> str:
-    near = sorted(sorted(divisors(number), key=lambda d: abs(d - wanted))[:2])
+def _undivided(key: str, size: int, number: int, what: str) -> Iterator[str]:
+    if number % size:
+        yield f"{key}: {size} does not divide {what}; {_nearest(divisors(number), size)}"
+
+
+def _nearest(fitting: list[int], wanted: int) -> str:
+    """What to write instead: the two of the sizes that fit which are nearest to the one that was wanted."""
+    near = sorted(sorted(fitting, key=lambda size: abs(size - wanted))[:2])
     return f"write {' or '.join(map(str, near))}"
 
 
@@ -161,15 +170,13 @@ def _expert_parallel(config: dict[str, Any], facts: "RunFacts") -> Iterator[str]
         return
     size = section(config, "expert_parallel").get("autoep_size", 1)
     experts = facts.model.n_routed_experts
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+    if type(size) is not int or size < 1:
         yield f"expert_parallel.autoep_size: {size!r} must be a whole number of at least 1"
         return
     if not experts:
         yield "expert_parallel.enabled: true, but the model has no routed experts; write false"
         return
-    fitting = [d for d in divisors(experts) if facts.world_size % d == 0]
-    near = sorted(sorted(fitting, key=lambda d: abs(d - size))[:2])
-    hint = f"write {' or '.join(map(str, near))}"
+    hint = _nearest([d for d in divisors(experts) if facts.world_size % d == 0], size)
     if experts % size:
         yield f"expert_parallel.autoep_size: {size} does not divide the model's {experts} routed experts; {hint}"
     if facts.world_size % size:

@@ -20,7 +20,7 @@ from recipes.training.checkpoint_files import (
     read_state,
     verify_sizes,
 )
-from recipes.training.expert_parallel_weights import assemble_weights
+from recipes.training.expert_parallel_weights import assemble_weights, load_saved
 from recipes.training.tensor_parallel_weights import assemble_shards
 
 
@@ -72,18 +72,18 @@ def load_model_state(path: Path) -> tuple[ModelConfig, WholeTensors, Path]:
     checkpoint = find_checkpoint(path)
     quiet_deepspeed()
     config, tokenizer = ModelConfig.from_file(checkpoint / "config.json"), checkpoint / "tokenizer"
-    if read_state(checkpoint).autoep_size:
+    state = read_state(checkpoint)
+    if state.autoep_size:
         return config, WholeTensors(assemble_weights(checkpoint)), tokenizer
-    if (size := read_state(checkpoint).autotp_size) > 1:
-        return config, WholeTensors(assemble_shards(checkpoint, size)), tokenizer
+    if state.autotp_size > 1:
+        return config, WholeTensors(assemble_shards(checkpoint, state.autotp_size)), tokenizer
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    if read_state(checkpoint).zero_stage == 0:
-        saved = torch.load(checkpoint / "mp_rank_00_model_states.pt", map_location="cpu", mmap=True, weights_only=False)
-        state = dict(saved["module"])
+    if state.zero_stage == 0:
+        tensors = dict(load_saved(checkpoint / "mp_rank_00_model_states.pt")["module"])
     else:
         silence = io.StringIO()  # DeepSpeed prints its own progress, which is no part of a command's result
         with contextlib.redirect_stdout(silence), contextlib.redirect_stderr(silence):
-            state = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint.parent), checkpoint.name, lazy_mode=True)
-    state |= torch.load(checkpoint / "buffers.pt", map_location="cpu", weights_only=True)
-    return config, WholeTensors(state), tokenizer
+            tensors = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint.parent), checkpoint.name, lazy_mode=True)
+    tensors |= torch.load(checkpoint / "buffers.pt", map_location="cpu", weights_only=True)
+    return config, WholeTensors(tensors), tokenizer

@@ -31,7 +31,7 @@ class Assembled:
 
 def is_expert_parallel(checkpoint: Path) -> bool:
     """Whether the blocks were AutoEP's when this checkpoint was saved, be it with `autoep_size` 1."""
-    return bool(_load(_model_file(checkpoint, 0)).get("ds_autoep_layers"))
+    return bool(load_saved(_model_file(checkpoint, 0)).get("ds_autoep_layers"))
 
 
 def assemble_weights(checkpoint: Path) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def assemble_weights(checkpoint: Path) -> dict[str, Any]:
     Returns:
         The model's own name of each parameter and balancing bias -> Assembled, in float32.
     """
-    model = _load(_model_file(checkpoint, 0))
+    model = load_saved(_model_file(checkpoint, 0))
     size = model["ds_autoep_layers"][0]["ep_size"]
     pieces: dict[tuple[str, int], list[Tensor]] = defaultdict(list)
     shapes: dict[str, torch.Size] = {}
@@ -68,7 +68,7 @@ def assemble_weights(checkpoint: Path) -> dict[str, Any]:
             state[f"{block}down_proj"] = Assembled(partial(experts, f"{block}w2"))
     for name, source in (model["shared_params"] or {}).items():
         state[own_name(name)] = state[own_name(source)]
-    for name, buffer in _load(checkpoint / "buffers.pt").items():
+    for name, buffer in load_saved(checkpoint / "buffers.pt").items():
         if not name.endswith("tokens_per_expert"):
             state[own_name(name)] = buffer
     return state
@@ -88,7 +88,7 @@ def parts_of_rank(checkpoint: Path, rank: int, shard: int = 0) -> Iterator[tuple
     path = next(
         checkpoint.glob(f"*zero_pp_rank_{rank}_mp_rank_{shard:02d}_optim_states.pt")
     )  # bf16's begin with "bf16_"
-    optimizer = _load(path)["optimizer_state_dict"]
+    optimizer = load_saved(path)["optimizer_state_dict"]
     if "fp32_flat_groups" not in optimizer:  # stages 1 and 2 list what lies where
         for group, flat in zip(
             optimizer["param_slice_mappings"], optimizer["single_partition_of_fp32_groups"], strict=True
@@ -99,7 +99,7 @@ def parts_of_rank(checkpoint: Path, rank: int, shard: int = 0) -> Iterator[tuple
     # Stage 3 cuts every parameter evenly over the ranks of its group, and lays the parts one after another.
     for group, shapes, flat in zip(
         optimizer["ds_zero_partition_groups"],
-        _load(_model_file(checkpoint, rank))["param_shapes"],
+        load_saved(_model_file(checkpoint, rank))["param_shapes"],
         optimizer["fp32_flat_groups"],
         strict=True,
     ):
@@ -116,5 +116,6 @@ def _model_file(checkpoint: Path, rank: int) -> Path:
     return shared if shared.is_file() else checkpoint / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
 
 
-def _load(path: Path) -> Any:
+def load_saved(path: Path) -> Any:
+    """What a file of a DeepSpeed checkpoint holds; its tensors are mapped, not read."""
     return torch.load(path, map_location="cpu", mmap=True, weights_only=False)

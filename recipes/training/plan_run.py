@@ -14,7 +14,6 @@ from recipes.config.batch_plan import BatchRamp
 from recipes.config.ds_check import (
     autoep_size,
     autotp_size,
-    enabled,
     offloads_to_nvme,
     precision,
     ranks_per_sequence,
@@ -210,11 +209,6 @@ def resolve_run(
     )
     resolved = resolve_ds_config(ds_config, source=source, facts=facts)
     check_fresh_folder(folder, config.resume, config.overwrite)
-    if config.log_group_norms and enabled(resolved.config, "expert_parallel"):
-        raise UserError(
-            "--log_group_norms with expert_parallel in the ds_config: a rank would count its own experts alone; "
-            "leave the flag out"
-        )
     if faults := flag_faults(resolved.config, config):
         raise UserError(*faults)
     candidates = find_candidates(folder, config.resume)

@@ -154,19 +154,21 @@ class SequenceParallelModel(DeepseekForCausalLM):
             rows.append(hidden)
             targets.append(F.pad(shifted_labels(labels, document_ids, depth), (0, depth), value=IGNORE_INDEX)[:, own])
             statistics.append(layer_statistics)
-        balance_loss = self._collect_statistics(statistics, hidden)
+        balance_loss = self._collect_statistics(_counted_over_sequences(statistics), hidden)
         return _over_whole_sequences(self._losses(rows, targets, loss_denominator, balance_loss))
 
-    def _collect_statistics(self, statistics: list[RoutingStatistics | None], hidden: Tensor) -> Tensor:
-        """Count the tokens of whole sequences, as every rank of a group reports them."""
-        present = [index for index, one in enumerate(statistics) if one is not None]
-        if present and self.training:
-            some = [one for one in statistics if one is not None]
-            counts = add_up_over_sequence(torch.stack([one.tokens_per_expert for one in some]))
-            entropies = add_up_over_sequence(torch.stack([one.entropy_sum for one in some]))
-            for index, one, counted, entropy in zip(present, some, counts, entropies, strict=True):
-                statistics[index] = one._replace(tokens_per_expert=counted, entropy_sum=entropy)
-        return super()._collect_statistics(statistics, hidden)
+
+def _counted_over_sequences(statistics: list[RoutingStatistics | None]) -> list[RoutingStatistics | None]:
+    """With the tokens of whole sequences counted, as every rank of a group reports them."""
+    some = [one for one in statistics if one is not None]
+    if not some:
+        return statistics
+    counts = iter(add_up_over_sequence(torch.stack([one.tokens_per_expert for one in some])))
+    entropies = iter(add_up_over_sequence(torch.stack([one.entropy_sum for one in some])))
+    return [
+        None if one is None else one._replace(tokens_per_expert=next(counts), entropy_sum=next(entropies))
+        for one in statistics
+    ]
 
 
 def _over_whole_sequences(output: ModelOutput) -> ModelOutput:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from recipes.config.ds_auto import TENSOR_PARTITION
-from recipes.training.expert_parallel_weights import Assembled, parts_of_rank
+from recipes.training.expert_parallel_weights import Assembled, load_saved, parts_of_rank
 
 _DIMENSION = {"column": 0, "row": 1}  # that AutoTP cuts
 
@@ -30,7 +30,7 @@ def assemble_shards(checkpoint: Path, size: int) -> dict[str, Any]:
     pieces: dict[tuple[str, int], list[Tensor]] = defaultdict(list)
     shapes: list[dict[str, torch.Size]] = []
     for shard in range(size):
-        model = _load(checkpoint / f"mp_rank_{shard:02d}_model_states.pt")
+        model = load_saved(checkpoint / f"mp_rank_{shard:02d}_model_states.pt")
         shapes.append({name: torch.Size(shape) for group in model["param_shapes"] for name, shape in group.items()})
         for rank in range(len(list(checkpoint.glob(f"*zero_pp_rank_*_mp_rank_{shard:02d}_optim_states.pt")))):
             for name, part in parts_of_rank(checkpoint, rank, shard):
@@ -43,7 +43,7 @@ def assemble_shards(checkpoint: Path, size: int) -> dict[str, Any]:
         return torch.cat(parts, dim=dimension or 0)
 
     state: dict[str, Any] = {name: Assembled(partial(whole, name)) for name in shapes[0]}
-    for name, source in (_load(checkpoint / "mp_rank_00_model_states.pt")["shared_params"] or {}).items():
+    for name, source in (load_saved(checkpoint / "mp_rank_00_model_states.pt")["shared_params"] or {}).items():
         state[name] = state[source]
     return state | torch.load(checkpoint / "buffers.pt", map_location="cpu", weights_only=True)
 
@@ -54,7 +54,3 @@ def _cut_dimension(name: str) -> int | None:
         if any(re.match(pattern, name) for pattern in spec["patterns"]):
             return _DIMENSION[spec["partition_type"]]
     return None
-
-
-def _load(path: Path) -> Any:
-    return torch.load(path, map_location="cpu", mmap=True, weights_only=False)
