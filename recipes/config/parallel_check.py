@@ -4,6 +4,7 @@ Consecutive ranks may share a model's experts, its matrices or every sequence, o
 table in ds_configs/README.md says what goes together; tests/unit/test_config_parallel_check.py walks it.
 """
 
+import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,13 @@ _DECIDED_BY_THE_MODEL = (
     "num_limited_groups",
     "expert_activation",
 )
+
+# Stages of ZeRO at which each was tried with DeepSpeed 0.19.8, and what came of it.
+_TENSOR_WRONG_STAGES = {
+    0: "the gradient's norm is that of each rank's own matrices",
+    3: "the output of a matrix that AutoTP has cut becomes NaN in the first forward pass",
+}
+_SEQUENCE_WRONG_STAGES = {0: "DeepSpeed clips gradients by groups of model-parallel ranks, which Ulysses does not have"}
 
 
 def parallel_faults(config: dict[str, Any], source: str, facts: "RunFacts") -> list[str]:
@@ -95,7 +103,7 @@ def _tensor_parallel(config: dict[str, Any], facts: "RunFacts") -> Iterator[str]
             f"{key}: {size} with expert_parallel, under which AutoTP finds no shared experts and AutoEP cuts the "
             "tokens over the same ranks; write 1, or expert_parallel.enabled false"
         )
-    yield from _not_shown(config, f"{key}: {size}")
+    yield from _not_shown(config, f"{key}: {size}", _TENSOR_WRONG_STAGES)
     if tensor_parallel.get("partition_config") != TENSOR_PARTITION:
         yield "tensor_parallel.partition_config: the model's own modules decide it; delete it"
 
@@ -122,13 +130,28 @@ def _sequence_parallel(config: dict[str, Any], facts: "RunFacts") -> Iterator[st
             f"{key}: {size} with expert_parallel, whose groups AutoEP lays out without regard to the sequence's; "
             "write 1, or expert_parallel.enabled false"
         )
-    yield from _not_shown(config, f"{key}: {size}")
+    yield from _not_shown(config, f"{key}: {size}", _SEQUENCE_WRONG_STAGES)
+    zero = section(config, "zero_optimization")
+    if zero_stage(config) == 3 and zero.get("reduce_scatter", True) is not True:
+        yield (
+            f"zero_optimization.reduce_scatter: {zero['reduce_scatter']!r} with {key} {size} at stage 3, where "
+            "DeepSpeed then averages large and small gradients over different numbers of ranks; write true"
+        )
+    for other, off in (("zero_hpz_partition_size", 1), ("zero_quantized_gradients", False)):
+        if zero_stage(config) == 3 and zero.get(other, off) not in (off, False):
+            yield f"zero_optimization.{other}: not shown to train alike with {key} {size}; write {json.dumps(off)}"
 
 
-def _not_shown(config: dict[str, Any], what: str) -> Iterator[str]:
-    """What neither tensor nor sequence parallelism was shown to train alike with."""
-    if (stage := zero_stage(config)) not in (1, 2):
-        yield f"{what} at zero_optimization.stage {stage}, which was not shown to train alike; write stage 1 or 2"
+def _not_shown(config: dict[str, Any], what: str, wrong_stages: dict[int, str]) -> Iterator[str]:
+    """What tensor or sequence parallelism trains wrongly with, or was not tried with.
+
+    Args:
+        wrong_stages: stages of ZeRO that it does not go with, and why.
+    """
+    stage = zero_stage(config)
+    if why := wrong_stages.get(stage):
+        fitting = " or ".join(str(other) for other in (1, 2, 3) if other not in wrong_stages)
+        yield f"{what} at zero_optimization.stage {stage}, where {why}; write stage {fitting}"
     wide = section(config, "data_types").get("grad_accum_dtype") == "fp32"
     if stage == 1 and enabled(config, "bf16") and wide:
         yield (

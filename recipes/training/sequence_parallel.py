@@ -68,6 +68,8 @@ def share_sequences(engine: Any, size: int) -> None:
     engine.dp_world_size = torch.distributed.get_world_size() // size
     model = engine.module
     model.__class__ = SequenceParallelModel
+    if engine.zero_optimization_stage() == 3:
+        model.loss_factor = size
     for module in model.modules():
         if isinstance(module, MultiheadLatentAttention | MultiheadAttention):
             module.attend = _attend_to_whole_sequences(module)
@@ -105,6 +107,10 @@ def _attend_to_whole_sequences(attention: torch.nn.Module) -> Callable[..., Tens
 
 class SequenceParallelModel(DeepseekForCausalLM):
     """The model on a part of each sequence. Evaluation and decoding run on whole ones, as without it."""
+
+    # of the loss: stages 1 and 2 add gradients up over the ranks that share a sequence, stage 3's reduce-scatter takes
+    # their mean
+    loss_factor = 1
 
     def forward(
         self,
@@ -155,7 +161,9 @@ class SequenceParallelModel(DeepseekForCausalLM):
             targets.append(F.pad(shifted_labels(labels, document_ids, depth), (0, depth), value=IGNORE_INDEX)[:, own])
             statistics.append(layer_statistics)
         balance_loss = self._collect_statistics(_counted_over_sequences(statistics), hidden)
-        return _over_whole_sequences(self._losses(rows, targets, loss_denominator, balance_loss))
+        output = _over_whole_sequences(self._losses(rows, targets, loss_denominator, balance_loss))
+        output["loss"] = output["loss"] * self.loss_factor
+        return output
 
 
 def _counted_over_sequences(statistics: list[RoutingStatistics | None]) -> list[RoutingStatistics | None]:

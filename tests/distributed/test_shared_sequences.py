@@ -35,10 +35,16 @@ CASES = {
         "TP 2, fp16": tensor(2, FP16),
         "SP 2, ZeRO 2, full": sequence(2, "full"),
         "SP 2, documents": sequence(1, "documents"),
+        "SP 2, ZeRO 3, full": sequence(3, "full"),
         "SP 2, bf16": sequence(1, BF16),
+        "SP 2, ZeRO 3, bf16": sequence(3, BF16, "data_types.grad_accum_dtype=fp32"),
         "SP 2, fp16": sequence(2, FP16),
     },
-    4: {"TP 2": tensor(1), "SP 2": sequence(1)},  # and two groups, each with sequences of its own
+    4: {
+        "TP 2": tensor(1),
+        "SP 2": sequence(1),
+        "SP 2, ZeRO 3": sequence(3),
+    },  # and two groups, each with sequences of its own
 }
 HALF = [name for name in CASES[2] if "16" in name]
 SHARED = [(ranks, name) for ranks in (2, 4) for name in CASES[ranks] if name not in HALF]
@@ -90,9 +96,11 @@ def test_it_is_the_same_training_in_half_precision(steps, name):
 
 LAST = 10
 TP, SP, NEITHER = "tensor_parallel.autotp_size=2", "sequence_parallel_size=2", "sequence_parallel_size=1"
+SP3 = f"{SP} zero_optimization.stage=3"
 LAUNCHES = [  # (ranks, {run: its setting, and what it goes on from}); in one process each
     (2, {"tp": (TP, None), "tp_again": (TP, "tp"), "sp": (SP, None), "sp_again": (SP, "sp")}),
-    (1, {"tp_alone": (NEITHER, "tp"), "sp_alone": (NEITHER, "sp")}),
+    (2, {"sp3": (SP3, None), "sp3_again": (SP3, "sp3"), "sp3_of_tp": (SP3, "tp")}),
+    (1, {"tp_alone": (NEITHER, "tp"), "sp_alone": (NEITHER, "sp"), "sp3_alone": (NEITHER, "sp3")}),
     (2, {"dp": (NEITHER, None), "tp_of_dp": (TP, "dp"), "sp_of_dp": (SP, "dp"), "sp_of_tp": (SP, "tp")}),
 ]
 
@@ -105,7 +113,7 @@ def runs(tmp_path_factory, small_model, small_corpus):
         words = f"--model {small_model} --data {small_corpus} --max_steps {LAST} --seq_length 32 --global_batch_size 8"
         words += " --save_steps 5 --save_total_limit 0 --document_mask --deepspeed_config ds_configs/cpu.json"
         words += f" --resume {folder / source}/checkpoints/step_00000005" if source else ""
-        return [*words.split(), "--output_dir", str(folder / name), "--set", MICRO, setting]
+        return [*words.split(), "--output_dir", str(folder / name), "--set", MICRO, *setting.split()]
 
     for number, (ranks, names) in enumerate(LAUNCHES):
         listing = folder / f"{number}.json"
@@ -114,14 +122,23 @@ def runs(tmp_path_factory, small_model, small_corpus):
     return folder
 
 
-@pytest.mark.parametrize("kind", ["tp", "sp"])
+@pytest.mark.parametrize("kind", ["tp", "sp", "sp3"])
 def test_a_resumed_run_is_the_unbroken_one(runs, kind):
     unbroken, again = (repeatable(metrics(runs / name)) for name in (kind, f"{kind}_again"))
     assert again == unbroken[5:]
 
 
 @pytest.mark.parametrize(
-    "kind, other", [("tp", "tp_alone"), ("sp", "sp_alone"), ("dp", "tp_of_dp"), ("dp", "sp_of_dp"), ("tp", "sp_of_tp")]
+    "kind, other",
+    [
+        ("tp", "tp_alone"),
+        ("sp", "sp_alone"),
+        ("sp3", "sp3_alone"),
+        ("dp", "tp_of_dp"),
+        ("dp", "sp_of_dp"),
+        ("tp", "sp_of_tp"),
+        ("tp", "sp3_of_tp"),
+    ],
 )
 def test_another_layout_goes_on(runs, kind, other):
     for ours, theirs in zip(metrics(runs / other), metrics(runs / kind)[5:], strict=True):

@@ -35,7 +35,7 @@ def test_every_row_that_is_called_equal_is_trained():
         )
         for ranks, name in cases
     ]
-    assert len(rows) == 13
+    assert len(rows) == 15
     for row in rows:
         assert row in trained
     for case in trained:
@@ -72,6 +72,7 @@ def test_what_autoep_does_not_go_with(overrides, fault, way_out):
 
 
 TENSOR, SEQUENCE = "tensor_parallel.autotp_size=2", "sequence_parallel_size=2"
+SEQUENCE_3 = [SEQUENCE, "zero_optimization.stage=3"]
 BF16 = ["bf16.enabled=true", "data_types.grad_accum_dtype=fp32"]
 
 
@@ -106,6 +107,24 @@ BF16 = ["bf16.enabled=true", "data_types.grad_accum_dtype=fp32"]
             "2 or 4",
         ),
         (["sequence_parallel_size=0"], {}, "sequence_parallel_size: 0 must", "1 for none"),
+        (
+            [*SEQUENCE_3, "zero_optimization.reduce_scatter=false"],
+            {},
+            "zero_optimization.reduce_scatter: False with",
+            "write true",
+        ),
+        (
+            [*SEQUENCE_3, "zero_optimization.zero_hpz_partition_size=2"],
+            {},
+            "zero_optimization.zero_hpz_partition_size: ",
+            "write 1",
+        ),
+        (
+            [*SEQUENCE_3, "zero_optimization.zero_quantized_gradients=true"],
+            {},
+            "zero_optimization.zero_quantized_gradients: ",
+            "false",
+        ),
         ([SEQUENCE, "data_parallel_size=1"], {}, "data_parallel_size: ", "delete it"),
         ([SEQUENCE, "optimizer.type=SGD", 'optimizer.params={"lr": 1e-3}'], {}, "sequence_parallel_size: 2", "AdamW"),
     ],
