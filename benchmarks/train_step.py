@@ -9,6 +9,7 @@ step's parts, peak memory, and the ratios. A ratio counts only where the losses 
 import argparse
 import json
 import os
+import re
 import socket
 import statistics
 import subprocess
@@ -110,6 +111,10 @@ class Side:
         """Take some steps and keep what was measured."""
         self.turns.append(self._ask(str(steps)))
 
+    def profile(self) -> dict[str, float]:
+        """Take one more step under torch's profiler: operator -> seconds of rank 0 in it alone."""
+        return self._ask("profile")[0]
+
     def close(self) -> None:
         """End the workers."""
         for worker in self._workers:
@@ -157,7 +162,9 @@ def matrix_rate(dtype: str, threads: int, size: int = 2048) -> float:
     return statistics.median(rates[2:])
 
 
-def compare(job: dict[str, Any], rivals: list[str], rounds: int, steps: int) -> list[dict[str, Any]]:
+def compare(
+    job: dict[str, Any], rivals: list[str], rounds: int, steps: int, profile: bool = False
+) -> list[dict[str, Any]]:
     """Ours against each rival in turn; the first turn of each side warms up and does not count."""
     results = []
     for experts in rivals or [None]:
@@ -169,9 +176,11 @@ def compare(job: dict[str, Any], rivals: list[str], rounds: int, steps: int) -> 
             rates.append(matrix_rate(job["dtype"], job["threads"] * job["ranks"]))
             for side in sides:
                 side.take_turn(2 if number == 0 else steps)
+        operators = [side.profile() if profile else {} for side in sides]
         for side in sides:
             side.close()
-        measured = [side.result() | {"matrix_gflops_per_second": statistics.median(rates)} for side in sides]
+        shared = {"matrix_gflops_per_second": statistics.median(rates)}
+        measured = [side.result() | shared | {"operators": of} for side, of in zip(sides, operators, strict=True)]
         for result in measured:
             worst = max(abs(a - b) / b for a, b in zip(result["losses"], measured[0]["losses"], strict=True))
             result |= {"pair": experts or "", "loss_difference": worst, "losses_agree": worst <= LOSSES_AGREE}
@@ -191,6 +200,20 @@ def table(results: list[dict[str, Any]]) -> str:
             f"| {result['dtype']} | {name} | {result['tokens_per_second']:,.0f} | {result['gflops_per_second']:.0f} "
             f"| {share:.0%} | {parts} | {result['peak_bytes'] / 1e9:.2f} | {result['loss_difference']:.1e} |"
         )
+    return "\n".join(lines)
+
+
+def profiles(results: list[dict[str, Any]], most: int = 10) -> str:
+    """Where one step of each result went, as a Markdown table; matrix products, whatever their operator, in one."""
+    lines = ["| dtype | side | seconds of a profiled step by operator |", "|---|---|---|"]
+    for result in results:
+        seconds: dict[str, float] = {}
+        for name, spent in result["operators"].items():
+            kind = "matrix products" if re.fullmatch(r"aten::\w*mm_?", name) else name.removeprefix("aten::")
+            seconds[kind] = seconds.get(kind, 0.0) + spent
+        largest = sorted(seconds, key=lambda kind: -seconds[kind])[:most]
+        cells = ", ".join(f"{kind} {seconds[kind]:.2f}" for kind in largest)
+        lines.append(f"| {result['dtype']} | {result['name']} | {cells}; all {sum(seconds.values()):.2f} |")
     return "\n".join(lines)
 
 
@@ -227,6 +250,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="ours with torch.compile of the layers")
     parser.add_argument("--same_malloc", action="store_true", help="theirs with the recipe's setting of malloc, too")
     parser.add_argument("--model", default="{}", help="JSON of fields that differ from the bench model")
+    parser.add_argument("--profile", action="store_true", help="also show where one more step of each side goes")
     parser.add_argument("--json", type=Path, default=None, help="write everything measured into this file")
     arguments = parser.parse_args()
     threads = arguments.threads or max(1, len(os.sched_getaffinity(0)) // arguments.ranks)
@@ -244,10 +268,12 @@ def main() -> None:
             "keeps_memory": arguments.same_malloc,
         }
         rivals = arguments.experts if arguments.vs == "transformers" else []
-        results += compare(job, rivals, arguments.rounds, arguments.steps)
+        results += compare(job, rivals, arguments.rounds, arguments.steps, arguments.profile)
     print(table(results))
     if arguments.vs == "transformers":
         print("\n".join(ratios(results)))
+    if arguments.profile:
+        print("\n" + profiles(results))
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")
 

@@ -1,7 +1,8 @@
 """One rank of one side of a training comparison: builds the model under DeepSpeed, then takes steps when it is told to.
 
 A line of JSON on standard input gives the job, each further line the number of steps to take; after each it writes a
-line of JSON with their losses, seconds and peak memory. So two sides can take turns, each in its own process group.
+line of JSON with their losses, seconds and peak memory. The line "profile" takes one step and gives its operators'
+seconds. So two sides can take turns, each in its own process group.
 """
 
 import json
@@ -143,6 +144,17 @@ def peak_bytes(device: torch.device) -> int:
     return int(found.group(1)) * 1024
 
 
+def operator_seconds(run: Callable[[], object]) -> dict[str, float]:
+    """Seconds in each operator itself while `run` runs: on a GPU its kernels', on a CPU its own."""
+    with torch.profiler.profile() as profile:
+        run()
+    on_gpu = torch.cuda.is_available()
+    return {
+        event.key: (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e6
+        for event in profile.key_averages()
+    }
+
+
 def main() -> None:
     """Read the job, build, and take steps."""
     job, rank = json.loads(sys.stdin.readline()), int(os.environ["RANK"])
@@ -175,6 +187,11 @@ def main() -> None:
     number = 0
     print(json.dumps({"ready": True}), file=out, flush=True)
     for line in sys.stdin:
+        if line.strip() == "profile":
+            batch = {key: value.to(engine.device) for key, value in bench_batch(number, rank, job).items()}
+            print(json.dumps(operator_seconds(lambda batch=batch: step(batch))), file=out, flush=True)
+            number += 1
+            continue
         reset_peak(engine.device)
         losses, seconds, shares = [], [], []
         for _ in range(int(line)):
