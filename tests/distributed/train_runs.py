@@ -20,7 +20,7 @@ if __name__ == "__main__":
     from recipes.training.plan_run import plan_run
     from recipes.training.pretraining import pretrain
 
-    optimizer._LEAST_ELEMENTS = 4_000  # so that a small model gets several groups of parameters, as a large one does
+    optimizer._LEAST_ELEMENTS = 15_000  # so that a small model gets several groups of parameters, as a large one does
     for arguments in json.loads(Path(sys.argv[1]).read_text()):
         pretrain(plan_run(parse_pretrain_config(arguments), read_launch()))
     stop_process_group()
