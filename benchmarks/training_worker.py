@@ -5,6 +5,7 @@ line of JSON with their losses, seconds and peak memory. The line "profile" take
 seconds. So two sides can take turns, each in its own process group.
 """
 
+import functools
 import json
 import os
 import re
@@ -184,18 +185,21 @@ def main() -> None:
     step = our_step(engine, job) if job["side"] == "ours" else their_step(engine)
     parts, clock = Parts(engine), CommunicationClock(engine.device)
     clock.install()
+
+    def batch_on_device(number: int) -> dict[str, torch.Tensor]:
+        return {key: value.to(engine.device) for key, value in bench_batch(number, rank, job).items()}
+
     number = 0
     print(json.dumps({"ready": True}), file=out, flush=True)
     for line in sys.stdin:
         if line.strip() == "profile":
-            batch = {key: value.to(engine.device) for key, value in bench_batch(number, rank, job).items()}
-            print(json.dumps(operator_seconds(lambda batch=batch: step(batch))), file=out, flush=True)
+            print(json.dumps(operator_seconds(functools.partial(step, batch_on_device(number)))), file=out, flush=True)
             number += 1
             continue
         reset_peak(engine.device)
         losses, seconds, shares = [], [], []
         for _ in range(int(line)):
-            batch = {key: value.to(engine.device) for key, value in bench_batch(number, rank, job).items()}
+            batch = batch_on_device(number)
             clock.take_seconds()
             parts.seconds = dict.fromkeys(PARTS, 0.0)
             begin = parts.now()

@@ -4,7 +4,6 @@ Consecutive ranks may share a model's experts, its matrices or every sequence, o
 table in ds_configs/README.md says what goes together; tests/unit/test_config_parallel_check.py walks it.
 """
 
-import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -131,15 +130,14 @@ def _sequence_parallel(config: dict[str, Any], facts: "RunFacts") -> Iterator[st
             "write 1, or expert_parallel.enabled false"
         )
     yield from _not_shown(config, f"{key}: {size}", _SEQUENCE_WRONG_STAGES)
-    zero = section(config, "zero_optimization")
-    if zero_stage(config) == 3 and zero.get("reduce_scatter", True) is not True:
-        yield (
-            f"zero_optimization.reduce_scatter: {zero['reduce_scatter']!r} with {key} {size} at stage 3, where "
-            "DeepSpeed then averages large and small gradients over different numbers of ranks; write true"
-        )
-    for other, off in (("zero_hpz_partition_size", 1), ("zero_quantized_gradients", False)):
-        if zero_stage(config) == 3 and zero.get(other, off) not in (off, False):
-            yield f"zero_optimization.{other}: not shown to train alike with {key} {size}; write {json.dumps(off)}"
+    if zero_stage(config) == 3:
+        zero = section(config, "zero_optimization")
+        if zero.get("reduce_scatter", True) is not True:
+            yield (
+                f"zero_optimization.reduce_scatter: {zero['reduce_scatter']!r} with {key} {size} at stage 3, where "
+                "DeepSpeed then averages large and small gradients over different numbers of ranks; write true"
+            )
+        yield from _other_partitions(zero, f"{key} {size}")
 
 
 def _not_shown(config: dict[str, Any], what: str, wrong_stages: dict[int, str]) -> Iterator[str]:
@@ -163,6 +161,14 @@ def _not_shown(config: dict[str, Any], what: str, wrong_stages: dict[int, str]) 
     for device in ("offload_optimizer", "offload_param"):
         if offload_device(config, device) != "none":
             yield f"{what} with zero_optimization.{device}, which was not shown to train alike; write device none"
+
+
+def _other_partitions(zero: dict[str, Any], what: str) -> Iterator[str]:
+    """Ways of ZeRO++ to share weights and gradients out otherwise, which nothing here was shown to train alike with."""
+    if zero.get("zero_hpz_partition_size", 1) > 1:
+        yield f"zero_optimization.zero_hpz_partition_size: not with {what} at stage 3; write 1"
+    if zero.get("zero_quantized_gradients"):
+        yield f"zero_optimization.zero_quantized_gradients: not with {what} at stage 3; write false"
 
 
 def _shared_widths(model: Any) -> dict[str, int]:
@@ -223,10 +229,7 @@ def _beside_expert_parallel(config: dict[str, Any], size: int) -> Iterator[str]:
     for key in ("contiguous_gradients", "reduce_scatter"):
         if stage in (1, 2) and zero.get(key, True) is not True:
             yield f"zero_optimization.{key}: {zero[key]!r}, but DeepSpeed shares out experts only with true; write true"
-    if zero.get("zero_hpz_partition_size", 1) > 1:
-        yield "zero_optimization.zero_hpz_partition_size: not with expert_parallel at stage 3; write 1"
-    if zero.get("zero_quantized_gradients"):
-        yield "zero_optimization.zero_quantized_gradients: not with expert_parallel at stage 3; write false"
+    yield from _other_partitions(zero, "expert_parallel")
     if stage == 3 and offload_device(config, "offload_optimizer") == "nvme":
         yield (
             'zero_optimization.offload_optimizer.device: "nvme" with expert_parallel at stage 3, which DeepSpeed '

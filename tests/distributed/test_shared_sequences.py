@@ -41,11 +41,8 @@ CASES = {
         "SP 2, ZeRO 3, bf16": sequence(3, BF16, "data_types.grad_accum_dtype=fp32"),
         "SP 2, fp16": sequence(2, FP16),
     },
-    4: {
-        "TP 2": tensor(1),
-        "SP 2": sequence(1),
-        "SP 2, ZeRO 3": sequence(3),
-    },  # and two groups, each with sequences of its own
+    # and two groups, each with sequences of its own
+    4: {"TP 2": tensor(1), "SP 2": sequence(1), "SP 2, ZeRO 3": sequence(3)},
 }
 if "fp16" not in device_dtypes():  # emulated it takes twenty times as long
     CASES = {ranks: {name: how for name, how in cases.items() if FP16 not in how} for ranks, cases in CASES.items()}
