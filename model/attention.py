@@ -59,10 +59,8 @@ class LatentCache:
         self, config: ModelConfig, batch_size: int, capacity: int, *, dtype: torch.dtype, device: torch.device | str
     ) -> None:
         places = _filled_up(capacity)
-        if config.kv_lora_rank is not None:
-            shapes: list[tuple[int, ...]] = [
-                (batch_size, places, width) for width in (config.kv_lora_rank, config.rotary_dim)
-            ]
+        if config.kv_lora_rank is not None:  # latent and rotated key in one row: they are multiplied as one
+            shapes: list[tuple[int, ...]] = [(batch_size, places, config.kv_lora_rank + config.rotary_dim)]
         else:
             shapes = [(batch_size, config.num_attention_heads, places, config.rotary_dim)] * 2
         self.capacity = capacity
@@ -72,19 +70,19 @@ class LatentCache:
             for _ in range(config.num_hidden_layers)
         ]
 
-    def extend(self, layer_index: int, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-        """Append (..., S, width) of the new tokens; return both parts of all tokens so far, (..., L, width).
+    def extend(self, layer_index: int, *new: Tensor) -> tuple[Tensor, ...]:
+        """Append what the layer keeps of the new tokens, (..., S, width) each; return it of all tokens, (..., L, width).
 
         After the first call L is filled up, with zeros that `mask` hides.
         """
-        end = self.length + first.shape[-2]
+        end = self.length + new[0].shape[-2]
         if end > self.capacity:
             raise ValueError(f"the cache holds {self.capacity} tokens, {end} are needed")
         kept = self.layers[layer_index]
-        for buffer, new in zip(kept, (first, second), strict=True):
-            buffer[..., self.length : end, :] = new
+        for buffer, part in zip(kept, new, strict=True):
+            buffer[..., self.length : end, :] = part
         seen = end if self.length == 0 else _filled_up(end)
-        return kept[0][..., :seen, :], kept[1][..., :seen, :]
+        return tuple(buffer[..., :seen, :] for buffer in kept)
 
     def mask(self, new_tokens: int) -> Tensor | None:
         """(1, 1, S, L) bool of which tokens the new ones may look at; None while the cache is empty: plain causal."""
@@ -155,11 +153,12 @@ class MultiheadLatentAttention(nn.Module):
             key_rope.unsqueeze(2), cos, sin, self.interleave
         )  # (B, S, 1, R / 2)
         if cache is not None:
-            latent, key_rope = cache.extend(self.layer_index, latent, torch.cat(rotated_key, dim=-1).squeeze(2))
+            new = torch.cat([latent.unsqueeze(2), *rotated_key], dim=-1).squeeze(2)  # (B, S, C + R)
+            (rows,) = cache.extend(self.layer_index, new)
             # ZeRO-3 leaves an empty placeholder outside kv_b_proj's own forward; then every token is expanded again.
             if mask is not None and self.kv_b_proj.weight.numel():
-                query_rope = torch.cat(rotated_query, dim=-1)
-                return self.o_proj(self._attend_in_latent_space(query_nope, query_rope, latent, key_rope, mask))
+                return self.o_proj(self._attend_in_latent_space(query_nope, rotated_query, rows, mask))
+            latent, key_rope = rows.split([self.latent_dim, self.rope_dim], dim=-1)
             rotated_key = key_rope.unsqueeze(2).chunk(2, dim=-1)
         expanded = self.kv_b_proj(latent).unflatten(-1, (self.heads, -1))  # (B, L, N, nope + v)
         key_nope, value = expanded.split([self.nope_dim, self.value_dim], dim=-1)
@@ -169,24 +168,36 @@ class MultiheadLatentAttention(nn.Module):
         return self.o_proj(self.attend(query, key, value.transpose(1, 2), self.scale, mask))
 
     def _attend_in_latent_space(
-        self, query_nope: Tensor, query_rope: Tensor, latent: Tensor, key_rope: Tensor, mask: Tensor
+        self, query_nope: Tensor, rotated_query: tuple[Tensor, Tensor], rows: Tensor, mask: Tensor
     ) -> Tensor:
         """Attention on the cached latents themselves, without expanding the keys and values of old tokens.
 
         kv_b_proj's key half is folded into the query and its value half into the output, so a new token costs L * C a
         head instead of expanding L tokens anew. It reads kv_b_proj's weight outside that module's forward.
+
+        Args:
+            query_nope: (B, S, N, nope). rotated_query: two of (B, S, N, R / 2). rows: (B, L, C + R), of the cache.
+            mask: (1, 1, S, L) bool.
+        Returns:
+            (B, S, N * Dv)
         Source: DeepSeek-V2 (arXiv 2405.04434), sec. 2.1.2 (absorbing W^UK and W^UV).
         """
+        batch, length = query_nope.shape[:2]
         weight = self.kv_b_proj.weight.view(self.heads, self.nope_dim + self.value_dim, self.latent_dim)
         key_weight, value_weight = weight.split([self.nope_dim, self.value_dim], dim=1)  # (N, D, C)
-        query_latent = torch.einsum("bsnd,ndc->bsnc", query_nope, key_weight)
-        # All heads look at the same latents, so they are rows of one matrix product and nothing is copied for each.
-        rows = query_latent.flatten(1, 2) @ latent.mT + query_rope.flatten(1, 2) @ key_rope.mT  # (B, S * N, L)
-        scores = rows.unflatten(1, query_nope.shape[1:3]).to(torch.promote_types(rows.dtype, torch.float32))
-        weights = (scores * self.scale).masked_fill(~mask.transpose(1, 2), float("-inf")).softmax(-1)  # (B, S, N, L)
-        seen = weights.to(latent.dtype).flatten(1, 2) @ latent  # (B, S * N, C)
-        seen = seen.unflatten(1, query_nope.shape[1:3])
-        return torch.einsum("bsnc,nvc->bsnv", seen, value_weight).flatten(2)  # (B, S, N * Dv)
+        query_latent = query_nope.flatten(0, 1).transpose(0, 1) @ key_weight  # (N, B * S, C)
+        query_latent = query_latent.transpose(0, 1).unflatten(0, (batch, length))  # (B, S, N, C)
+        query = torch.cat([query_latent, *rotated_query], dim=-1).flatten(1, 2)  # (B, S * N, C + R)
+        if batch == 1:  # two matrices; a batch of one is multiplied at half the speed
+            query, rows = query[0], rows[0]
+        # All heads look at the same rows, so this is one matrix product and nothing is copied for each head.
+        scores = ((rows @ query.mT).mT).unflatten(-2, (length, self.heads))  # (B, S, N, L), or (S, N, L)
+        scores = scores.to(torch.promote_types(rows.dtype, torch.float32)) * self.scale
+        weights = torch.where(mask.transpose(1, 2), scores, float("-inf")).softmax(-1)  # (B, S, N, L)
+        seen = weights.to(rows.dtype).flatten(1, 2) @ rows[..., : self.latent_dim]  # (B, S * N, C)
+        seen = seen.view(batch * length, self.heads, -1).transpose(0, 1)  # (N, B * S, C)
+        out = seen @ value_weight.mT  # (N, B * S, Dv)
+        return out.transpose(0, 1).unflatten(0, (batch, length)).flatten(2)
 
 
 # The published models' norms inside attention keep this value whatever rms_norm_eps says (transformers' default).

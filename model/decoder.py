@@ -64,18 +64,20 @@ class DecoderLayer(nn.Module):
         mask: Tensor | None,
         valid_tokens: Tensor | None = None,
         cache: LatentCache | None = None,
+        keep: int = 0,
     ) -> tuple[Tensor, RoutingStatistics | None]:
         """
         Args:
             hidden: (B, S, H). cos, sin: (B or 1, S, rotary_dim / 2). mask: (B, 1, S, L) bool or None for causal.
             valid_tokens: (B, S) bool, False for padding.
+            keep: with a cache, how many of the last positions to go on with behind attention; 0 is all S.
         Returns:
-            (B, S, H); and what the router decided, None without one, or with a cache: decoding counts nothing. The
+            (B, S or keep, H); and what the router decided, None without one, or with a cache: decoding counts nothing. The
             statistics leave the recomputed region as its results, so whoever adds them up does so once, however often
             the region runs.
         """
         if cache is not None:
-            return self._decode(hidden, cos, sin, mask, cache), None
+            return self._decode(hidden, cos, sin, mask, cache, keep), None
         if not self.training or self._policy == "none":
             attended = self._attention_half(hidden, cos, sin, mask)
             return _statistics_apart(self._feed_forward_half(attended, valid_tokens))
@@ -84,8 +86,10 @@ class DecoderLayer(nn.Module):
         attended = self._attention_half(hidden, cos, sin, mask)
         return _statistics_apart(self._checkpoint(self._feed_forward_half, attended, valid_tokens))
 
-    def _decode(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LatentCache) -> Tensor:
-        out = self._feed_forward(self._attention_half(hidden, cos, sin, mask, cache))
+    def _decode(
+        self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LatentCache, keep: int
+    ) -> Tensor:
+        out = self._feed_forward(self._attention_half(hidden, cos, sin, mask, cache)[:, -keep:])
         if self.router is not None:
             self.router.take_last_routing()
         return out

@@ -47,11 +47,11 @@ class RoutedExperts(nn.Module):
     def _row_by_row(self, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         """The same for the few tokens of a decoding step, for which sorting takes longer than multiplying."""
         out = torch.zeros_like(hidden)
-        for token, chosen in enumerate(indices.tolist()):
-            for place, expert in enumerate(chosen):
-                gate, up = (self.gate_up_proj[expert] @ hidden[token]).chunk(2)
-                inner = F.silu(gate).mul_(up).mul_(weights[token, place])
-                out[token].addmv_(self.down_proj[expert], inner)
+        choices = zip(indices.tolist(), weights.tolist(), strict=True)
+        for row, sums, (experts, shares) in zip(hidden.split(1), out.split(1), choices, strict=True):
+            for expert, share in zip(experts, shares, strict=True):
+                gate, up = F.linear(row, self.gate_up_proj[expert]).chunk(2, dim=-1)
+                sums.add_(F.linear(F.silu(gate).mul_(up), self.down_proj[expert]), alpha=share)
         return out
 
 

@@ -41,16 +41,19 @@ class DeepseekModel(nn.Module):
         mask: Tensor | None,
         valid_tokens: Tensor | None,
         cache: LatentCache | None,
+        keep: int = 0,
     ) -> tuple[Tensor, list[RoutingStatistics | None]]:
         """
         Args:
-            embedded: (B, S, H). The rest as DecoderLayer.forward.
+            embedded: (B, S, H). keep: the last main layer's, whose attention needs every position of the layers before
+                it. The rest as DecoderLayer.forward.
         Returns:
-            (B, S, H) after the final norm; the statistics of each main layer.
+            (B, S or keep, H) after the final norm; the statistics of each main layer.
         """
         hidden, statistics = embedded, []
-        for layer in self.layers[: self.num_main_layers]:
-            hidden, layer_statistics = layer(hidden, cos, sin, mask, valid_tokens, cache)
+        for index, layer in enumerate(self.layers[: self.num_main_layers]):
+            kept = keep if index == self.num_main_layers - 1 else 0
+            hidden, layer_statistics = layer(hidden, cos, sin, mask, valid_tokens, cache, kept)
             statistics.append(layer_statistics)
         return self.norm(hidden), statistics
 
@@ -113,7 +116,8 @@ class DeepseekForCausalLM(nn.Module):
             mask = cache.mask(input_ids.shape[1])
         else:
             mask = None if document_ids is None else document_mask(document_ids)
-        hidden, statistics = self.model(embedded, cos, sin, mask, valid_tokens, cache)
+        keep = 0 if cache is None else logits_to_keep
+        hidden, statistics = self.model(embedded, cos, sin, mask, valid_tokens, cache, keep)
         if labels is None:
             if cache is not None:
                 cache.length += input_ids.shape[1]

@@ -48,12 +48,15 @@ def main(argv: list[str] | None = None) -> int:
     import torch
 
     from model.generation import generate_tokens
+    from recipes.cluster.host_memory import keep_freed_memory
     from recipes.data.tokenizer import load_tokenizer
     from recipes.training.trained_model import load_trained_model, open_weights
 
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch sees no such device here; write cpu")
+    if device == "cpu":
+        keep_freed_memory()
     dtype: torch.dtype = getattr(torch, arguments.dtype or ("bfloat16" if device == "cuda" else "float32"))
     weights = open_weights(arguments.checkpoint)
     if weights.tokenizer_folder is None:
@@ -80,12 +83,13 @@ def main(argv: list[str] | None = None) -> int:
     text = ""
     if not arguments.json and not arguments.chat:
         print(arguments.prompt, end="", flush=True)
-    for piece in _pieces(tokenizer, (int(token) for token in drawn), tokens):
-        if arguments.chat and not text:
-            piece = piece.lstrip()  # the template's space before an answer
-        text += piece
-        if not arguments.json:
-            print(piece, end="", flush=True)
+    with torch.inference_mode():  # for the sampling above, too, which runs as its tokens are asked for
+        for piece in _pieces(tokenizer, (int(token) for token in drawn), tokens):
+            if arguments.chat and not text:
+                piece = piece.lstrip()  # the template's space before an answer
+            text += piece
+            if not arguments.json:
+                print(piece, end="", flush=True)
     seconds = time.perf_counter() - started
     if arguments.json:
         result = {"prompt": arguments.prompt, "text": text, "tokens": tokens}
