@@ -71,7 +71,7 @@ class LatentCache:
         ]
 
     def extend(self, layer_index: int, *new: Tensor) -> tuple[Tensor, ...]:
-        """Append what the layer keeps of the new tokens, (..., S, width) each; return it of all tokens, (..., L, width).
+        """Append what the layer keeps of the new tokens, (..., S, width) each; return it of all, (..., L, width).
 
         After the first call L is filled up, with zeros that `mask` hides.
         """

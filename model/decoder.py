@@ -72,9 +72,9 @@ class DecoderLayer(nn.Module):
             valid_tokens: (B, S) bool, False for padding.
             keep: with a cache, how many of the last positions to go on with behind attention; 0 is all S.
         Returns:
-            (B, S or keep, H); and what the router decided, None without one, or with a cache: decoding counts nothing. The
-            statistics leave the recomputed region as its results, so whoever adds them up does so once, however often
-            the region runs.
+            (B, S or keep, H); and what the router decided, None without one, or with a cache: decoding counts nothing.
+            The statistics leave the recomputed region as its results, so whoever adds them up does so once, however
+            often the region runs.
         """
         if cache is not None:
             return self._decode(hidden, cos, sin, mask, cache, keep), None
