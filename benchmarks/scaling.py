@@ -3,7 +3,8 @@
     python benchmarks/scaling.py [--dtype bf16] [--parts experts lengths memory]
 
 experts: 8 against 128 experts of equal width and as many chosen, so equal active parameters; transformers' beside it.
-lengths: the same tokens as longer sequences, forward and backward, beside what the FLOP count says.
+lengths: the same tokens as longer sequences, forward and backward, beside what the FLOP count says; with 8 experts, as
+         all shapes take turns and are held at once.
 memory:  the same tokens as sequences of 1,024 and as one of 8,192, every layer recomputed; peak of a step.
 """
 
@@ -50,6 +51,7 @@ def experts(job: dict[str, Any]) -> None:
 
 def lengths(job: dict[str, Any]) -> None:
     """Print seconds of the same tokens at several lengths, and of fewer tokens at one length."""
+    job = job | {"model": BENCH_MODEL | {"n_routed_experts": 8}}
     tokens = job["micro_batch"] * job["seq_length"]
     shapes = {(tokens // n, n) for n in (1024, 2048, 4096)} | {(2, 1024), (1, 1024)}
     jobs = {

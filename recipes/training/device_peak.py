@@ -1,7 +1,6 @@
 """The arithmetic that one device can do at most: what model FLOPs utilization is a share of."""
 
 import functools
-import math
 import re
 import time
 
@@ -64,15 +63,25 @@ def device_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     return measured_matmul_flops(device, dtype)
 
 
-def measured_matmul_flops(device: torch.device, dtype: torch.dtype, size: int = 2048, repeats: int = 4) -> float:
-    """Best rate of a size-cubed matrix product [FLOP/s]."""
+def measured_matmul_flops(device: torch.device, dtype: torch.dtype, least_seconds: float = 0.01) -> float:
+    """Best rate of a square matrix product, the smallest that takes `least_seconds` [FLOP/s].
+
+    Of one size for all devices it would end too soon on a GPU to tell its rate, and in half precision take a CPU
+    without units for it most of a minute.
+    """
     generator = torch.Generator(device).manual_seed(0)  # the run's own random state stays as it is
-    a = torch.randn(size, size, device=device, generator=generator).to(dtype)
-    best = math.inf
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        a @ a
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - begin)
-    return 2 * size**3 / best
+    size = 256
+    while True:
+        a = torch.randn(size, size, device=device, generator=generator).to(dtype)
+        best = min(_product_seconds(a) for _ in range(4))
+        if best >= least_seconds or size >= 8192:
+            return 2 * size**3 / best
+        size *= 2
+
+
+def _product_seconds(a: torch.Tensor) -> float:
+    begin = time.perf_counter()
+    a @ a
+    if a.is_cuda:
+        torch.cuda.synchronize(a.device)
+    return time.perf_counter() - begin

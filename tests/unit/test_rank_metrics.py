@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from recipes.training import device_peak
 from recipes.training.device_peak import known_peak_flops, measured_matmul_flops
 from recipes.training.expert_metrics import expert_metrics
 from recipes.training.rank_metrics import rank_metrics
@@ -80,4 +81,16 @@ def test_peaks_by_the_names_that_torch_gives(name, teraflops):
 def test_an_unknown_device_is_measured():
     # no entry stands for a name that only begins or ends like it
     assert [known_peak_flops(name) for name in ("NVIDIA RTX A1000", "NVIDIA RTX A4000", "NVIDIA H2000")] == [None] * 3
-    assert 1e8 < measured_matmul_flops(torch.device("cpu"), torch.float32, size=256) < 1e14
+    assert 1e8 < measured_matmul_flops(torch.device("cpu"), torch.float32) < 1e14
+
+
+def test_a_slow_device_is_measured_on_a_small_product(monkeypatch):
+    """Where a product of 256 cubed takes 2 s, and four times that many ever larger ones would take the day."""
+    sizes = []
+    monkeypatch.setattr(device_peak, "_product_seconds", lambda a: sizes.append(len(a)) or len(a) ** 3 / 256**3 * 2)
+    assert measured_matmul_flops(torch.device("cpu"), torch.float16) == 256**3
+    assert sizes == [256] * 4
+    sizes.clear()
+    monkeypatch.setattr(device_peak, "_product_seconds", lambda a: sizes.append(len(a)) or len(a) ** 3 / 512**3 * 0.004)
+    assert measured_matmul_flops(torch.device("cpu"), torch.float32) == pytest.approx(2 * 512**3 / 0.004)
+    assert sizes == [256] * 4 + [512] * 4 + [1024] * 4
