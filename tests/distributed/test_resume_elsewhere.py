@@ -6,8 +6,6 @@ import math
 import pytest
 from launching import metrics, run_ranks
 
-from recipes.cluster.launch import device_dtypes
-
 SAVED_AT, STEPS = 4, 14  # the ten losses after the change are compared
 PRECISION = {"fp32": [], "bf16": ["bf16.enabled=true"], "fp16": ["fp16.enabled=true", "fp16.initial_scale_power=12"]}
 # fp32: sums over ranks are taken in another order. bf16, fp16: rounding of gradients to 8 and 11 bits differs with it.
@@ -29,12 +27,6 @@ TARGETS = {
     ],
     4: [*((stage, "fp32", (stage, "fp32")) for stage in range(4)), (2, "fp16", (3, "fp16")), (1, "bf16", (1, "bf16"))],
 }
-if "fp16" not in device_dtypes():  # emulated it takes twenty times as long
-    SOURCES = [source for source in SOURCES if source[1] != "fp16"]
-    TARGETS = {
-        ranks: [(stage, here, source) for stage, here, source in changes if "fp16" not in (here, source[1])]
-        for ranks, changes in TARGETS.items()
-    }
 
 
 def arguments(model, corpus, folder, stage, precision, *more):

@@ -7,7 +7,6 @@ import pytest
 import torch
 from launching import metrics, repeatable, run_ranks
 
-from recipes.cluster.launch import device_dtypes
 from recipes.training.trained_model import load_trained_model, open_weights
 
 CLIP = "gradient_clipping=0.3"  # below every norm of this run, so that the clip acts in each step
@@ -44,8 +43,6 @@ CASES = {
     # and two groups, each with sequences of its own
     4: {"TP 2": tensor(1), "SP 2": sequence(1), "SP 2, ZeRO 3": sequence(3)},
 }
-if "fp16" not in device_dtypes():  # emulated it takes twenty times as long
-    CASES = {ranks: {name: how for name, how in cases.items() if FP16 not in how} for ranks, cases in CASES.items()}
 HALF = [name for name in CASES[2] if "16" in name]
 SHARED = [(ranks, name) for ranks in (2, 4) for name in CASES[ranks] if name not in HALF]
 
