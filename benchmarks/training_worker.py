@@ -178,10 +178,12 @@ def main() -> None:
             for decay in (0.1, 0.0)
         ]
     engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=ds_config(job))
-    if job["compile"] and job["side"] == "ours":
-        from recipes.training.engine import compile_layers
+    if job["side"] == "ours":
+        from recipes.training.engine import compile_layers, share_float32_weights
 
-        compile_layers(engine.module)
+        share_float32_weights(engine)
+        if job["compile"]:
+            compile_layers(engine.module)
     step = our_step(engine, job) if job["side"] == "ours" else their_step(engine)
     parts, clock = Parts(engine), CommunicationClock(engine.device)
     clock.install()

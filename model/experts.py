@@ -65,7 +65,7 @@ class _ExpertsFunction(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weights: Tensor, indices: Tensor, gate_up_proj: Tensor, down_proj: Tensor
     ) -> Tensor:
         rows = rows_by_expert(indices, gate_up_proj.shape[0], hidden.dtype)
-        gate_up_N2I = rows.multiply(hidden.index_select(0, rows.token_of_row), gate_up_proj.mT)
+        gate_up_N2I = rows.multiply(rows.of_tokens(hidden), gate_up_proj.mT)
         gate_NI, up_NI = gate_up_N2I.chunk(2, dim=-1)
         weight_N1 = rows.spread(weights).to(hidden.dtype)
         # down() is linear, so the rows are weighed before it, where they are narrower.
@@ -86,15 +86,19 @@ class _ExpertsFunction(torch.autograd.Function):
         silu_NI = F.silu(gate_NI)
         inner_NI = silu_NI * up_NI
 
-        grad_NH = grad_TH.index_select(0, rows.token_of_row)
+        # What is done with is let go of at once: together these are twice what the function has saved.
+        grad_NH = rows.of_tokens(grad_TH)
         grad_weighed_NI = rows.multiply(grad_NH, down_proj)
         grad_down = rows.outer(grad_NH, inner_NI * weight_N1)
+        del grad_NH
         grad_weight_N = inner_NI.mul_(grad_weighed_NI).sum(-1, dtype=ctx.weights_dtype)
+        del inner_NI
         grad_inner_NI = grad_weighed_NI.mul_(weight_N1)
-        grad_up_NI = grad_inner_NI * silu_NI
+        grad_up_NI = silu_NI.mul_(grad_inner_NI)
         grad_gate_NI = torch.ops.aten.silu_backward(grad_inner_NI.mul_(up_NI), gate_NI)
         grad_N2I = torch.cat([grad_gate_NI, grad_up_NI], dim=-1)
-        grad_gate_up = rows.outer(grad_N2I, hidden.index_select(0, rows.token_of_row))
+        del silu_NI, grad_up_NI, grad_weighed_NI, grad_inner_NI, grad_gate_NI
+        grad_gate_up = rows.outer(grad_N2I, rows.of_tokens(hidden))
         grad_hidden = rows.sum_by_token(rows.multiply(grad_N2I, gate_up_proj))
         return grad_hidden, rows.collect(grad_weight_N), None, grad_gate_up, grad_down
 
@@ -173,24 +177,43 @@ class ExpertRows:
         """(N, H) -> (T, H): each token's sum of its K rows, read where they lie and added in at least float32."""
         return F.embedding_bag(self.row_of_place, rows, mode="sum")
 
-    def multiply(self, rows: Tensor, matrices: Tensor) -> Tensor:
+    def of_tokens(self, tokens: Tensor) -> "Tensor | _TokenRows":
+        """(T, H) -> (N, H): each row its token's; on a CPU gathered where it is used, for one expert at a time."""
+        if self.offsets is not None:
+            return tokens.index_select(0, self.token_of_row)
+        return _TokenRows(tokens, self.token_of_row)
+
+    def multiply(self, rows: "Tensor | _TokenRows", matrices: Tensor) -> Tensor:
         """(N, A) sorted by expert, (E, A, B) -> (N, B): each row by its expert's matrix."""
         if self.offsets is not None:
-            return F.grouped_mm(rows, matrices, offs=self.offsets)
-        out = rows.new_empty(rows.shape[0], matrices.shape[2])
+            return F.grouped_mm(rows[:], matrices, offs=self.offsets)
+        out = matrices.new_empty(len(self.token_of_row), matrices.shape[2])
         for expert, start, end in self.segments:
             torch.mm(rows[start:end], matrices[expert], out=out[start:end])
         return out
 
-    def outer(self, left: Tensor, right: Tensor) -> Tensor:
+    def outer(self, left: "Tensor | _TokenRows", right: "Tensor | _TokenRows") -> Tensor:
         """(N, A), (N, B) sorted by expert -> (E, A, B): each expert's sum over its rows of left^T right."""
         if self.offsets is not None:
-            return F.grouped_mm(left.mT, right, offs=self.offsets)
+            return F.grouped_mm(left[:].mT, right[:], offs=self.offsets)
+        shape = self.experts, left.shape[1], right.shape[1]
         new = left.new_empty if len(self.segments) == self.experts else left.new_zeros  # no rows: zeros
-        out = new(self.experts, left.shape[1], right.shape[1])
+        out = new(shape)
         for expert, start, end in self.segments:
             torch.mm(left[start:end].mT, right[start:end], out=out[expert])
         return out
+
+
+class _TokenRows:
+    """(N, H) rows that are tokens', gathered from (T, H) `tokens` slice by slice: the whole is never in memory."""
+
+    def __init__(self, tokens: Tensor, token_of_row: Tensor) -> None:
+        self.tokens, self.token_of_row = tokens, token_of_row
+        self.shape = torch.Size([len(token_of_row), tokens.shape[1]])
+        self.new_empty, self.new_zeros = tokens.new_empty, tokens.new_zeros
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        return self.tokens.index_select(0, self.token_of_row[rows])
 
 
 def count_choices(indices: Tensor, experts: int, weights: Tensor | None = None) -> Tensor:

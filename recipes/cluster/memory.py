@@ -182,10 +182,13 @@ def _stage_1_or_2(
         world_size = max(group.ranks for group in flat)
         by_rank = (sum(t[rank * len(t) // world_size] for t in touched) for rank in range(world_size))
         gradients = max(by_rank) * element
+    # in float32 the optimizer works on the weights themselves where they are one rank's (training/engine.py)
+    shares = precision(config) == "fp32" and offload_device(config, "offload_optimizer") == "none"
+    shared = sum(group.part for group in flat if group.ranks == 1) * element if shares else 0
     return ModelState(
         weights=sum(group.part * group.ranks for group in flat) * element,
         gradients=gradients,
-        optimizer=sum(_master_and_states(config, group.part, group.states) for group in flat),
+        optimizer=sum(_master_and_states(config, group.part, group.states) for group in flat) - shared,
         communication=_buckets(config, stage, element, gradient, numel) + arriving * element,
         step=max(group.part for group in flat) * 4,
     )

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 import deepspeed
+import torch
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from model.config import ModelConfig
@@ -41,6 +43,7 @@ def build_engine(
         config=ds_config,
         mpu=tensor_groups(autotp_size(ds_config)) or sequence_groups(sequence_parallel_size(ds_config)),
     )
+    share_float32_weights(engine)
     take_over_routers(engine.module, model.config, biases)
     share_heads(engine.module, autotp_size(ds_config))
     share_sequences(engine, sequence_parallel_size(ds_config))
@@ -48,6 +51,21 @@ def build_engine(
     if not hasattr(engine.module, "universal_checkpoint_info"):
         engine.module.universal_checkpoint_info = {"universal_checkpoint_version": 0.2}
     return engine
+
+
+def share_float32_weights(engine: deepspeed.DeepSpeedEngine) -> None:
+    """At ZeRO 1 and 2, have the optimizer work on float32 weights themselves where one rank owns them alone.
+
+    DeepSpeed gives its optimizer a float32 copy of the weights also where they are float32 already: 4 bytes a parameter
+    for the same numbers. A rank's part of a larger group stays a copy: a checkpoint would write the whole group for it.
+    """
+    zero = engine.optimizer
+    if not isinstance(zero, DeepSpeedZeroOptimizer) or zero.cpu_offload:
+        return
+    for parts, copy in zip(zero.parallel_partitioned_bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
+        if len(parts) == 1 and parts[0].dtype == copy.dtype == torch.float32:
+            copy.data = parts[0]  # the same tensor object as before: the optimizer's group holds it
+    zero._link_all_hp_params()  # what reads and loads a parameter by name looked at the copies
 
 
 def compile_layers(model: DeepseekForCausalLM) -> None:
