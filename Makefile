@@ -22,11 +22,10 @@ $(VENV)/.ready-test: $(VENV)/.ready tests/requirements.txt
 	$(BIN)/pip install --quiet --requirement tests/requirements.txt
 	touch $@
 
-# The second part starts several processes for each test, so its tests run one after the other, each with one
-# thread, since more would wait for each other on two cores.
+# Two files at a time, in the order of their names: what starts several ranks waits for them half of its time. Each
+# process has one thread, since more would wait for each other on two cores.
 test: $(VENV)/.ready-test
-	$(BIN)/python -m pytest tests/unit tests/numerics tests/cli -n 2 --dist loadfile
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore tests/unit --ignore tests/numerics --ignore tests/cli
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n 2 --dist loadfile --no-loadscope-reorder
 
 test-gpu: $(VENV)/.ready-test
 	$(BIN)/python -m pytest tests -m gpu
