@@ -196,9 +196,8 @@ class ExpertRows:
         """(N, A), (N, B) sorted by expert -> (E, A, B): each expert's sum over its rows of left^T right."""
         if self.offsets is not None:
             return F.grouped_mm(left[:].mT, right[:], offs=self.offsets)
-        shape = self.experts, left.shape[1], right.shape[1]
         new = left.new_empty if len(self.segments) == self.experts else left.new_zeros  # no rows: zeros
-        out = new(shape)
+        out = new(self.experts, left.shape[1], right.shape[1])
         for expert, start, end in self.segments:
             torch.mm(left[start:end].mT, right[start:end], out=out[expert])
         return out
