@@ -53,11 +53,11 @@ def activation_bytes(
         micro_batch_size: [sequences]. seq_length: [tokens].
         element_bytes: of the compute dtype.
         checkpointing: "none", "full" or "selective", as DecoderLayer.set_gradient_checkpointing.
-        device_type: "cuda" or "cpu", by which the head chooses its block of logits.
+        device_type: "cuda" or "cpu", by which the head chooses its block of logits, and experts how they gather rows.
     """
     tokens = micro_batch_size * seq_length
     hidden = config.hidden_size * element_bytes
-    halves = {moe: _layer(config, moe, element_bytes) for moe in (False, True)}
+    halves = {moe: _layer(config, moe, element_bytes, device_type) for moe in (False, True)}
     layers = [config.is_moe_layer(i) for i in range(config.num_hidden_layers + config.num_nextn_predict_layers)]
     kept = recomputed = working = 0
     for is_moe in layers:
@@ -92,7 +92,7 @@ def _norm(vector_bytes: int) -> int:
     return vector_bytes + _WIDE
 
 
-def _layer(config: ModelConfig, is_moe: bool, element_bytes: int) -> tuple[int, int, int]:
+def _layer(config: ModelConfig, is_moe: bool, element_bytes: int, device_type: str) -> tuple[int, int, int]:
     """Bytes a token of a layer's attention half and feed-forward half, and of what the larger one works on."""
     hidden = config.hidden_size * element_bytes
     normed = _norm(hidden) + hidden
@@ -106,7 +106,7 @@ def _layer(config: ModelConfig, is_moe: bool, element_bytes: int) -> tuple[int, 
         # little more than one of them adds to the peak
         inner = config.intermediate_size * element_bytes
         return attention, normed + 4 * inner, max(working, 3 * inner // 2)
-    experts, experts_work_on = _experts(config, element_bytes)
+    experts, experts_work_on = _experts(config, element_bytes, device_type)
     return attention, normed + experts, max(working, experts_work_on)
 
 
@@ -128,7 +128,7 @@ def _latent_attention(config: ModelConfig, element_bytes: int) -> int:
     return kept + elements * element_bytes
 
 
-def _experts(config: ModelConfig, element_bytes: int) -> tuple[int, int]:
+def _experts(config: ModelConfig, element_bytes: int, device_type: str) -> tuple[int, int]:
     experts, chosen = config.n_routed_experts or 0, config.num_experts_per_tok or 0
     inner, hidden = (config.moe_intermediate_size or 0) * element_bytes, config.hidden_size * element_bytes
     # scores, their shares in the balance loss, and of each choice two indices and two weights
@@ -137,8 +137,11 @@ def _experts(config: ModelConfig, element_bytes: int) -> tuple[int, int]:
         router += config.hidden_size * _WIDE
     routed = chosen * (2 * inner + element_bytes + 2 * _INDEX)
     shared = 4 * config.n_shared_experts * inner
-    # a row for each chosen expert: two of the hidden size and five of the inner one at a time
-    return router + routed + shared, chosen * (2 * hidden + 5 * inner) + 2 * hidden
+    # a row for each chosen expert: of the tokens' gradients, gathered at once except on a CPU, with four of the inner
+    # size; five of the inner size; or the result with two of them
+    gathered = 0 if device_type == "cpu" else hidden
+    most = max(gathered + 4 * inner, 5 * inner, hidden + 2 * inner)
+    return router + routed + shared, chosen * most + 2 * hidden
 
 
 def _head(config: ModelConfig, rows: int, element_bytes: int, device_type: str) -> int:
