@@ -51,6 +51,7 @@ def ds_config(job: dict[str, Any]) -> dict[str, Any]:
     config["optimizer"]["params"] |= {"lr": 1e-4, "torch_adam": True, "fused": True}
     if config["zero_optimization"].get("contiguous_gradients") == "auto":
         config["zero_optimization"]["contiguous_gradients"] = False  # what the recipe makes of it on a CPU
+    config["timers"] = {"throughput": {"enabled": False}}  # it would wait for the whole GPU in each micro-batch
     del config["scheduler"], config["tensorboard"]
     return config
 

@@ -27,7 +27,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor
     if value_dim != query.shape[-1]:
         # The fused kernels take one head size only; zeros in the values add nothing to the kept part.
         width = max(value_dim, query.shape[-1])
-        query, key, value = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
+        # one that is wide enough is left alone: padding by nothing would copy it
+        query, key, value = (
+            x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value)
+        )
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale)
     return out[..., :value_dim].transpose(1, 2).flatten(2)  # (B, N, S, Dv) -> (B, S, N * Dv)
 

@@ -145,6 +145,12 @@ def has_compiler() -> bool:
     return bool(ninja) and shutil.which(os.environ.get("CXX", "c++")) is not None
 
 
+def has_nvcc() -> bool:
+    """Whether CUDA's compiler is where torch looks for it when it builds an op."""
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    return shutil.which("nvcc") is not None or any(home and (Path(home) / "bin" / "nvcc").exists() for home in homes)
+
+
 def has_libaio() -> bool:
     """Whether the compiler finds libaio's header and library, which the op async_io is built with."""
     if not has_compiler():

@@ -56,6 +56,7 @@ class RunNeeds:
     Args:
         folder: the run's.
         parameters: of the model.
+        rank_parameters: those that a rank on a GPU has in main memory before it hands them to DeepSpeed.
         checkpoints: kept at a time, the one being written included.
         loader_processes: a rank.
     """
@@ -64,6 +65,7 @@ class RunNeeds:
     ds_config: dict[str, Any]
     device_type: str
     parameters: int
+    rank_parameters: int
     checkpoints: int
     loader_processes: int
 
@@ -170,12 +172,16 @@ def _open_files(host: str) -> Finding:
 
 
 def _memory(host: str, launch: Launch, needs: RunNeeds) -> Finding:
-    """Main memory for what lives there: on CPU ranks all of the model's state, on GPUs what one loads at a time."""
-    on_cpu = needs.device_type == "cpu"
-    # weights, gradients and Adam's moments once over all ranks of this host, whatever ZeRO shares out between hosts
-    wanted = needs.parameters * (16 if on_cpu else 4) // (launch.world_size // launch.local_world_size or 1)
+    """Main memory for what lives there: on CPU ranks all of the model's state, on GPUs the weights that a run begins
+    with, in float32, a copy for each rank of this host."""
+    if needs.device_type == "cpu":
+        # weights, gradients and Adam's moments once over all ranks of this host, whatever ZeRO shares between hosts
+        wanted = needs.parameters * 16 // (launch.world_size // launch.local_world_size or 1)
+        remedy = "end other programs, take a smaller --model or more hosts"
+    else:
+        wanted = needs.rank_parameters * 4 * launch.local_world_size
+        remedy = "each rank here begins with the weights in float32; ZeRO stage 3 shares them from the start"
     available = psutil.virtual_memory().available
-    remedy = "end other programs, take a smaller --model or more hosts"
     return _room(host, "memory", "in main memory", available, least=0, good=wanted, remedy=remedy)
 
 

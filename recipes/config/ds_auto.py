@@ -50,13 +50,14 @@ def fill_in_autos(config: dict[str, Any], facts: "RunFacts") -> list[str]:
     notes = []
     params = section(config, "optimizer", "params")
     if params.get("torch_adam") == "auto":
-        # DeepSpeed's own Adam is compiled at first use; torch's fused one needs no compiler
-        offloaded = offload_device(config, "offload_optimizer") != "none"
-        use_torch = not offloaded and (facts.device_type == "cpu" or not facts.compiler_available)
+        # torch's fused Adam is there; DeepSpeed's own is compiled by each host at first use, on a GPU with nvcc
+        use_torch = offload_device(config, "offload_optimizer") == "none"
         params["torch_adam"] = use_torch
         if use_torch:
             params.setdefault("fused", True)
-        notes.append(f"optimizer.params.torch_adam: {str(use_torch).lower()} on {facts.device_type}")
+        notes.append(f"optimizer.params.torch_adam: {str(use_torch).lower()}, offload {'off' if use_torch else 'on'}")
+    # Its timer would wait for the whole GPU twice in each micro-batch; the loop has a clock of its own.
+    config.setdefault("timers", {}).setdefault("throughput", {}).setdefault("enabled", False)
     zero = section(config, "zero_optimization")
     hidden = facts.model.hidden_size
     # The sizes that transformers' Trainer gives these keys: about one weight matrix in flight, and norms and biases

@@ -156,6 +156,12 @@ def _optimizer(config: dict[str, Any], facts: "RunFacts") -> Iterator[str]:
     if keys is None:
         yield f'optimizer.type: "{name}" is no optimizer of DeepSpeed or torch.optim{nearest(name, types)}'
         return
+    adam = name.lower() in ("adam", "adamw")
+    if adam and not torch_adam and not offloaded and facts.device_type == "cuda" and not facts.nvcc_available:
+        yield (
+            "optimizer.params.torch_adam: without it DeepSpeed compiles the op fused_adam, and there is no nvcc; "
+            'write true or "auto", or install the CUDA toolkit'
+        )
     params = section(config, "optimizer", "params")
     for key in params:
         if key == "max_grad_norm":

@@ -33,7 +33,8 @@ class RunFacts:
         global_batch_size: `--global_batch_size` [sequences]; None: the file's.
         max_steps, train_tokens: the length of the run; one of them.
         lr_scaling: "sqrt", "linear" or "none", of global_batch_size / reference_batch_size.
-        compiler_available: a C++ compiler (nvcc too on CUDA) and ninja, which build DeepSpeed's ops.
+        compiler_available: a C++ compiler and ninja, which build the ops of DeepSpeed that offload needs.
+        nvcc_available: CUDA's compiler, which DeepSpeed's own Adam on a GPU needs.
         async_io_available: libaio, which offload to NVMe needs.
         output_dir: the run's folder; TensorBoard's goes into it.
         batch_ramp: how the global batch grows to its full size; None: it does not.
@@ -50,6 +51,7 @@ class RunFacts:
     lr_scaling: str = "sqrt"
     reference_batch_size: int = 256
     compiler_available: bool = True
+    nvcc_available: bool = True
     async_io_available: bool = False
     output_dir: Path | None = None
     batch_ramp: BatchRamp | None = None

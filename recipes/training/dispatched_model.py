@@ -15,6 +15,7 @@ from recipes.config.errors import UserError
 from recipes.training.trained_model import TrainedWeights, without_mtp
 
 WHOLE_MODULES = ["DecoderLayer"]  # a layer is never cut in two
+_FOR_WEIGHTS = 0.8  # of a GPU's free memory; the rest is for what an evaluation computes with
 
 
 @torch.no_grad()
@@ -26,16 +27,19 @@ def dispatch_trained_model(
     Each tensor is read by itself and goes to its own device, so that no memory ever holds the whole.
 
     Args:
-        max_memory: of each device, as accelerate takes it; None: what is free.
+        max_memory: of each device, as accelerate takes it; None: the greater part of what is free.
     Raises:
         UserError: weights are missing, or the devices and the CPU together are too small.
     """
     from accelerate import dispatch_model, infer_auto_device_map, init_empty_weights
-    from accelerate.utils import set_module_tensor_to_device
+    from accelerate.utils import get_max_memory, set_module_tensor_to_device
 
     config = without_mtp(weights.config)
     with init_empty_weights(include_buffers=True):
         model = DeepseekForCausalLM(config).to(dtype)
+    if max_memory is None:
+        free = get_max_memory()
+        max_memory = {d: int(size * _FOR_WEIGHTS) if isinstance(d, int) else size for d, size in free.items()}
     device_map = infer_auto_device_map(model, max_memory, no_split_module_classes=WHOLE_MODULES, dtype=dtype)
     if "disk" in device_map.values():
         raise UserError("--device_map auto: the model does not fit in the memory of the GPUs and the CPU together")
@@ -75,7 +79,8 @@ class LossFromLogits:
     def __call__(self, labels: Tensor, valid_tokens: Tensor | None = None, **batch: Tensor) -> dict[str, Tensor]:
         logits = self.model(**batch)["logits"]
         labels = labels.to(logits.device)
-        nats = F.cross_entropy(
-            logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
-        )
-        return {"cross_entropy_sum": nats, "label_count": (labels != IGNORE_INDEX).sum()}
+        nats = [  # a sequence at a time, or float32 logits would take more than the model
+            F.cross_entropy(row.float(), wanted, ignore_index=IGNORE_INDEX, reduction="sum")
+            for row, wanted in zip(logits, labels, strict=True)
+        ]
+        return {"cross_entropy_sum": torch.stack(nats).sum(), "label_count": (labels != IGNORE_INDEX).sum()}

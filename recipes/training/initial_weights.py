@@ -7,6 +7,7 @@ memory of the others is never touched, so the system never provides it, until Au
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import groupby
+from typing import Any
 
 import deepspeed
 import torch
@@ -97,27 +98,24 @@ def check_same_on_every_rank(model: nn.Module, experts: range | None = None) -> 
     """
     named = [(n, t) for n, t in (*model.named_parameters(), *model.named_buffers()) if not hasattr(t, "ds_id")]
     own = slice(None) if experts is None else slice(experts.start, experts.stop)
-    shared_out = torch.tensor([is_expert(name) for name, _ in named])
-    first_expert = torch.tensor(experts.start if experts else 0)
-    prints = torch.stack([*(_fingerprint(t[own] if is_expert(n) else t) for n, t in named), first_expert])
-    everyone = [torch.empty_like(prints) for _ in range(torch.distributed.get_world_size())]
-    torch.distributed.all_gather(everyone, prints)
-    starts = [int(theirs[-1]) for theirs in everyone]
-    for rank, theirs in enumerate(everyone):
-        twin = starts.index(starts[rank])  # the first rank with the same experts
-        expected = torch.where(shared_out, everyone[twin][:-1], everyone[0][:-1])
-        different = (theirs[:-1] != expected).nonzero()
-        if len(different):
-            name = named[int(different[0])][0]
+    prints = [_fingerprint(tensor[own] if is_expert(name) else tensor) for name, tensor in named]
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
+    # As objects: the model is still in host memory, and NCCL's collectives take tensors of a GPU alone.
+    torch.distributed.all_gather_object(everyone, (experts.start if experts else 0, prints))
+    twins: dict[int, int] = {}  # first expert -> the first rank that has it
+    for rank, (first_expert, theirs) in enumerate(everyone):
+        twin = twins.setdefault(first_expert, rank)
+        for index, (name, _) in enumerate(named):
             other = twin if is_expert(name) else 0
-            raise TrainingFault(
-                f"{name}: rank {rank} begins with other values than rank {other}; all must begin the same"
-            )
+            if theirs[index] != everyone[other][1][index]:
+                raise TrainingFault(
+                    f"{name}: rank {rank} begins with other values than rank {other}; all must begin the same"
+                )
 
 
-def _fingerprint(tensor: Tensor) -> Tensor:
-    """A number () int64 that changes when a value or its place does."""
+def _fingerprint(tensor: Tensor) -> int:
+    """A number of 64 bits that changes when a value or its place does."""
     as_integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     bits = tensor.detach().reshape(-1).view(as_integers).long()
     places = torch.arange(1, bits.numel() + 1, device=bits.device)
-    return (bits * (places * 2 + 1)).sum()  # wraps around, the same everywhere
+    return int((bits * (places * 2 + 1)).sum())  # wraps around, the same everywhere

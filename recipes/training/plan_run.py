@@ -8,7 +8,7 @@ from model.config import ConfigError, ModelConfig, load_model_config
 from model.flops import count_parameters
 from recipes.cluster.launch import Launch, device_dtypes, device_type, prefers_bf16
 from recipes.cluster.nccl_presets import NcclPreset, choose_preset, count_nodes, read_fabric
-from recipes.cluster.op_builds import has_compiler, has_libaio
+from recipes.cluster.op_builds import has_compiler, has_libaio, has_nvcc
 from recipes.cluster.preflight import RunNeeds
 from recipes.config.batch_plan import BatchRamp
 from recipes.config.ds_check import (
@@ -112,11 +112,17 @@ class RunPlan:
     @property
     def needs(self) -> RunNeeds:
         """What the run will ask of its hosts."""
+        counts = count_parameters(self.model)
+        if self.zero_stage == 3:
+            rank_parameters = 0  # each is shared out as soon as it is made
+        else:  # of the experts that a token leaves idle a rank begins with its own part (`own_experts`)
+            rank_parameters = counts.mtp + counts.active + (counts.total - counts.active) // max(1, self.autoep_size)
         return RunNeeds(
             folder=self.folder,
             ds_config=self.resolved.config,
             device_type=self.device_type,
-            parameters=count_parameters(self.model).total,
+            parameters=counts.total + counts.mtp,
+            rank_parameters=rank_parameters,
             checkpoints=max(1, self.config.save_total_limit) + 1,
             loader_processes=self.num_workers,
         )
@@ -203,6 +209,7 @@ def resolve_run(
         lr_scaling=config.lr_scaling,
         reference_batch_size=config.reference_batch_size,
         compiler_available=has_compiler(),
+        nvcc_available=has_nvcc(),
         async_io_available=offloads_to_nvme(ds_config) and has_libaio(),
         output_dir=folder,
         batch_ramp=BatchRamp.parse(config.batch_ramp) if config.batch_ramp else None,

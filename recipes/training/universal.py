@@ -235,9 +235,7 @@ def load_universal(engine: Any, checkpoint: Path, universal: Path, dtype: str) -
         optimizer.load_hp_checkpoint_state_from_checkpoint_dir("bit16_groups", str(universal))
         logger.setLevel(level)
         optimizer.update_lp_params()
-    for entry in getattr(optimizer, "optimizer", optimizer).state.values():
-        # Stage 3's loader gives one counter to all sub-groups, each of which would then count every update.
-        entry["step"] = entry["step"].clone()
+    place_step_counters(getattr(optimizer, "optimizer", optimizer))
     engine.global_steps, engine.global_samples = state.step, state.samples
     engine.skipped_steps = state.skipped_steps
     engine.micro_steps = state.step * engine.gradient_accumulation_steps()
@@ -250,6 +248,17 @@ def load_universal(engine: Any, checkpoint: Path, universal: Path, dtype: str) -
     load_buffers(engine, checkpoint)
     load_random_state(checkpoint, torch.distributed.get_rank())
     return state
+
+
+def place_step_counters(optimizer: Any) -> None:
+    """Give each parameter of torch's optimizer a counter of its own, where the optimizer wants it.
+
+    Stage 3's loader gives one to all sub-groups, each of which would then count every update. torch's fused Adam takes
+    counters that lie beside the weights alone, every other optimizer those on the host.
+    """
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    for parameter, entry in optimizer.state.items():
+        entry["step"] = entry["step"].to(parameter.device if fused else "cpu", copy=True)
 
 
 @torch.no_grad()

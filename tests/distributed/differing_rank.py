@@ -5,7 +5,14 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+import torch
+
 from recipes.cluster.launch import quiet_deepspeed, read_launch, start_process_group, stop_process_group
+
+
+def refuse(*_, **__):
+    raise AssertionError("a collective of tensors: NCCL would refuse these, which are in host memory")
+
 
 if __name__ == "__main__":
     quiet_deepspeed()
@@ -18,6 +25,8 @@ if __name__ == "__main__":
 
     model = DeepseekForCausalLM(load_model_config(sys.argv[1]))
     draw_weights(model, seed=3)
+    for name in ("all_gather", "all_gather_into_tensor", "all_reduce", "broadcast"):
+        setattr(torch.distributed, name, refuse)
     check_same_on_every_rank(model)
     if launch.rank == 1:
         weight = model.model.layers[1].mlp.experts.down_proj.data

@@ -84,6 +84,8 @@ CASES = [
     ),
     (["zero_optimization.offload_optimizer.device=cpu"], {"compiler_available": False},
      "zero_optimization.offload_optimizer.device", "cpu_adam"),
+    (["optimizer.params.torch_adam=false"], {"device_type": "cuda", "nvcc_available": False},
+     "optimizer.params.torch_adam", 'write true or "auto"'),
     (["zero_optimization.offload_optimizer.device=cpu", "zero_optimization.stage=0"], {},
      "zero_optimization.offload_optimizer", "stage 1, 2 or 3"),
     (["zero_optimization.offload_param.device=cpu"], {}, "zero_optimization.offload_param", "stage 3 only"),

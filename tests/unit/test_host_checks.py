@@ -114,6 +114,7 @@ def needs(folder, **changed):
         "ds_config": {"optimizer": {"type": "AdamW", "params": {}}},
         "device_type": "cpu",
         "parameters": 1000,
+        "rank_parameters": 1000,
         "checkpoints": 3,
         "loader_processes": 0,
     }
@@ -145,6 +146,16 @@ def test_a_disk_that_is_too_small(tmp_path, ops, capsys, monkeypatch):
         run_preflight(ONE, needs(tmp_path / "run", parameters=too_many))
     run_preflight(ONE, needs(tmp_path / "run", parameters=too_many // 2))  # one fits, three do not
     assert "warning:" in capsys.readouterr().err
+
+
+def test_each_gpu_rank_of_a_host_begins_with_weights_in_main_memory(tmp_path, ops, capsys, monkeypatch):
+    """V2-Lite, 15.7 B parameters in float32, on eight GPUs of one host with 256 GiB: 502 GB at ZeRO 2, none at 3."""
+    monkeypatch.setattr(preflight.psutil, "virtual_memory", lambda: type("", (), {"available": 256 * GIB}))
+    monkeypatch.setattr(preflight.torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(preflight.torch.cuda, "mem_get_info", lambda rank: (80 * GIB, 80 * GIB))
+    for rank_parameters, warned in ((15_706_484_224, True), (15_706_484_224 // 8, False), (0, False)):
+        run_preflight(Launch(0, 0, 8, 8), needs(tmp_path, device_type="cuda", rank_parameters=rank_parameters))
+        assert ("memory: 256.0 GiB free in main memory, 468.1 GiB would be safe" in capsys.readouterr().err) is warned
 
 
 def test_a_port_in_use_counts_on_the_master_alone(tmp_path, ops, monkeypatch):
