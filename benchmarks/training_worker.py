@@ -181,8 +181,10 @@ def main() -> None:
     engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=ds_config(job))
     if job["side"] == "ours":
         from recipes.training.engine import compile_layers, share_float32_weights
+        from recipes.training.grouped_products import choose_grouped_products
 
         share_float32_weights(engine)
+        choose_grouped_products(engine.device)
         if job["compile"]:
             compile_layers(engine.module)
     step = our_step(engine, job) if job["side"] == "ours" else their_step(engine)

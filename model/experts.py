@@ -140,6 +140,19 @@ def rows_by_expert(indices: Tensor, experts: int, dtype: torch.dtype) -> "Expert
     return ExpertRows(row_of_place.view_as(indices), token_of_row, offsets, segments, experts)
 
 
+class GroupedProducts:
+    """All experts' products at once, by torch. In bf16 on Hopper and Blackwell's data center GPUs that is one kernel;
+    elsewhere it is a loop over the experts that waits for the host, so recipes/ puts other kernels in its place."""
+
+    def multiply(self, rows: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
+        """(N, A) sorted by expert, (E, A, B), ends (E,) int32 of each expert's rows -> (N, B)."""
+        return F.grouped_mm(rows, matrices, offs=offsets)
+
+    def outer(self, left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
+        """(N, A), (N, B), (E,) -> (E, A, B): each expert's left^T right; zeros where it has no rows."""
+        return F.grouped_mm(left.mT, right, offs=offsets)
+
+
 class ExpertRows:
     """Where each expert's rows lie in a matrix sorted by expert, and what is done to such matrices.
 
@@ -151,6 +164,8 @@ class ExpertRows:
         offsets: (E,) int32, the end of each expert's rows, where a grouped kernel takes them; else None.
         segments: otherwise (expert, first row, end) of the experts that have rows. experts: E.
     """
+
+    grouped = GroupedProducts()
 
     def __init__(
         self,
@@ -186,7 +201,7 @@ class ExpertRows:
     def multiply(self, rows: "Tensor | _TokenRows", matrices: Tensor) -> Tensor:
         """(N, A) sorted by expert, (E, A, B) -> (N, B): each row by its expert's matrix."""
         if self.offsets is not None:
-            return F.grouped_mm(rows[:], matrices, offs=self.offsets)
+            return self.grouped.multiply(rows[:], matrices, self.offsets)
         out = matrices.new_empty(len(self.token_of_row), matrices.shape[2])
         for expert, start, end in self.segments:
             torch.mm(rows[start:end], matrices[expert], out=out[start:end])
@@ -195,7 +210,7 @@ class ExpertRows:
     def outer(self, left: "Tensor | _TokenRows", right: "Tensor | _TokenRows") -> Tensor:
         """(N, A), (N, B) sorted by expert -> (E, A, B): each expert's sum over its rows of left^T right."""
         if self.offsets is not None:
-            return F.grouped_mm(left[:].mT, right[:], offs=self.offsets)
+            return self.grouped.outer(left[:], right[:], self.offsets)
         new = left.new_empty if len(self.segments) == self.experts else left.new_zeros  # no rows: zeros
         out = new(self.experts, left.shape[1], right.shape[1])
         for expert, start, end in self.segments:

@@ -21,6 +21,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., size) -> (..., size), same dtype."""
+        # A GPU has one kernel for each direction. torch.compile makes its own of the function below.
+        if x.is_cuda and x.dtype == self.weight.dtype and not torch.compiler.is_compiling():
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         # One operation instead of nine; not in training, where recomputation must meet the same bits with gradients on.
         if not self.training and not torch.is_grad_enabled():
             wide = torch.promote_types(x.dtype, torch.float32)

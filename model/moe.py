@@ -1,11 +1,12 @@
 """The mixture of experts: routing, its balancing bias and its update, and the sequence-wise balance loss."""
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from model.config import ModelConfig
 from model.experts import RoutedExperts, count_choices
@@ -156,8 +157,25 @@ class TopkRouter(Router):
 
 def wide_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """(T, H), (E, H) -> (T, E) in at least float32, which routing needs also where the model computes in less."""
-    dtype = torch.promote_types(hidden.dtype, torch.float32)
-    return F.linear(hidden.to(dtype), weight.to(dtype))
+    return _WideLogitsFunction.apply(hidden, weight)
+
+
+class _WideLogitsFunction(torch.autograd.Function):
+    """Keeps for its backward pass what it was given, where a recorded conversion would keep all hidden states wide."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        return F.linear(hidden.to(dtype), weight.to(dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, weight = ctx.saved_tensors
+        grad_hidden = grad @ weight.to(grad.dtype)
+        grad_weight = grad.mT @ hidden.to(grad.dtype)
+        return grad_hidden.to(hidden.dtype), grad_weight.to(weight.dtype)
 
 
 class DeepseekMoE(nn.Module):

@@ -77,11 +77,8 @@ def activation_bytes(
     kept += depths * (3 * _norm(hidden) + hidden) + _norm(hidden)
     # cos and sin of every position, shared by all layers; the token ids, which the embedding keeps
     once = seq_length * config.rotary_dim * _WIDE + tokens * _INDEX
-    # the router's weight in float32, once for each layer whose activations are kept
-    router = (config.n_routed_experts or 0) * config.hidden_size * (_WIDE if element_bytes < _WIDE else 0)
-    routers = sum(layers) if checkpointing == "none" else min(1, sum(layers))
     return Activations(
-        kept=kept * tokens + once + router * routers,
+        kept=kept * tokens + once,
         layer=(recomputed + working) * tokens,
         logits=_head(config, tokens * (1 + depths), element_bytes, device_type),
     )
@@ -99,15 +96,17 @@ def _layer(config: ModelConfig, is_moe: bool, element_bytes: int, device_type: s
     # query, key, value, the result, and the result with a token's heads side by side, which some kernels give at once
     attention = _latent_attention(config, element_bytes) if config.uses_latent_attention else 5 * hidden
     attention += normed + config.num_attention_heads * _WIDE  # each head's logarithm of its sum of exponentials
-    # the norm's backward pass computes in float32, on three vectors at a time
-    working = 3 * config.hidden_size * _WIDE + hidden
+    # the norm's backward pass computes in float32, on three vectors at a time; its half's activations are gone by then
+    norm_works_on = 3 * config.hidden_size * _WIDE + hidden
     if not is_moe:
         # gate and up, the silu of one and the product of both; these are freed while their gradients come, so that
         # little more than one of them adds to the peak
         inner = config.intermediate_size * element_bytes
-        return attention, normed + 4 * inner, max(working, 3 * inner // 2)
-    experts, experts_work_on = _experts(config, element_bytes, device_type)
-    return attention, normed + experts, max(working, experts_work_on)
+        kept, works_on = normed + 4 * inner, 3 * inner // 2
+    else:
+        experts, works_on = _experts(config, element_bytes, device_type)
+        kept = normed + experts
+    return attention, kept, max(norm_works_on - kept, works_on)
 
 
 def _latent_attention(config: ModelConfig, element_bytes: int) -> int:
@@ -133,8 +132,6 @@ def _experts(config: ModelConfig, element_bytes: int, device_type: str) -> tuple
     inner, hidden = (config.moe_intermediate_size or 0) * element_bytes, config.hidden_size * element_bytes
     # scores, their shares in the balance loss, and of each choice two indices and two weights
     router = experts * _WIDE * 2 + chosen * 2 * (_INDEX + _WIDE)
-    if element_bytes < _WIDE:
-        router += config.hidden_size * _WIDE
     routed = chosen * (2 * inner + element_bytes + 2 * _INDEX)
     shared = 4 * config.n_shared_experts * inner
     # a row for each chosen expert: of the tokens' gradients, gathered at once except on a CPU, with four of the inner

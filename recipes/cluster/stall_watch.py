@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +24,9 @@ from recipes.config.errors import EXIT_FAULT
 _PREFIX = "stall_watch"
 _WAITING_IN = ("torch/distributed/", "deepspeed/comm/")
 _LONGEST_HEAD_START_SECONDS = 30.0
+# Each tells whether this rank's GPU is inside a collective. NCCL's calls return at once: the host waits later, at
+# whatever first asks for a result, which is no frame of a collective.
+device_waits: list[Callable[[], bool]] = []
 
 
 def set_default_timeout(timeout: timedelta) -> None:
@@ -110,7 +114,9 @@ class StallWatch:
         return int(self._store.get(str(rank))) if self._store.check([str(rank)]) else None
 
     def _is_waiting(self) -> bool:
-        """Whether the main thread is inside a collective."""
+        """Whether the main thread is inside a collective, or its device."""
+        if any(waits() for waits in device_waits):
+            return True
         frames = traceback.extract_stack(sys._current_frames()[self._main_thread])
         return any(part in frame.filename for frame in frames for part in _WAITING_IN)
 

@@ -13,6 +13,8 @@ from typing import Any
 import deepspeed.comm.comm
 import torch
 
+from recipes.cluster.stall_watch import device_waits
+
 COLLECTIVES = (
     "all_reduce",
     "all_reduce_coalesced",
@@ -60,6 +62,7 @@ class CommunicationClock:
         self._begin: Any = None
         self._events: list[tuple[Any, Any]] = []
         self._range: Any = None
+        self._last_end: Any = None
         self._replaced: list[tuple[Any, str, Any]] = []
 
     def install(self) -> None:
@@ -70,15 +73,22 @@ class CommunicationClock:
                 if function is not None:
                     self._replaced.append((owner, name, vars(owner).get(name)))
                     setattr(owner, name, self._timed(function))
+        device_waits.append(self.device_waits)
 
     def remove(self) -> None:
         """Give both their own functions back."""
+        if self.device_waits in device_waits:
+            device_waits.remove(self.device_waits)
         while self._replaced:
             owner, name, original = self._replaced.pop()
             if original is None:  # a method of its class
                 delattr(owner, name)
             else:
                 setattr(owner, name, original)
+
+    def device_waits(self) -> bool:
+        """Whether the GPU has not come to the end of the newest collective; may be asked by another thread."""
+        return self._last_end is not None and not self._last_end.query()
 
     def take_seconds(self) -> float:
         """What has added up since the last call [s]."""
@@ -103,7 +113,8 @@ class CommunicationClock:
         if self._depth:
             return
         if self._on_gpu:
-            self._events.append((self._begin, self._now()))
+            self._last_end = self._now()
+            self._events.append((self._begin, self._last_end))
         else:
             self._seconds += self._now() - self._begin
         if self._range is not None:

@@ -12,6 +12,7 @@ from model.hf_weights import WeightsError
 from model.losses import IGNORE_INDEX
 from model.transformer import DeepseekForCausalLM
 from recipes.config.errors import UserError
+from recipes.training.grouped_products import choose_grouped_products
 from recipes.training.trained_model import TrainedWeights, without_mtp
 
 WHOLE_MODULES = ["DecoderLayer"]  # a layer is never cut in two
@@ -34,6 +35,7 @@ def dispatch_trained_model(
     from accelerate import dispatch_model, infer_auto_device_map, init_empty_weights
     from accelerate.utils import get_max_memory, set_module_tensor_to_device
 
+    choose_grouped_products("cuda" if torch.cuda.is_available() else "cpu")
     config = without_mtp(weights.config)
     with init_empty_weights(include_buffers=True):
         model = DeepseekForCausalLM(config).to(dtype)

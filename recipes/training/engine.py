@@ -12,6 +12,7 @@ from model.config import ModelConfig
 from model.transformer import DeepseekForCausalLM
 from recipes.config.ds_check import autotp_size, sequence_parallel_size, zero_stage
 from recipes.training.expert_parallel import routing_biases, take_over_routers
+from recipes.training.grouped_products import choose_grouped_products
 from recipes.training.optimizer import parameter_groups
 from recipes.training.sequence_parallel import sequence_groups, share_sequences
 from recipes.training.tensor_parallel import share_heads, tensor_groups
@@ -44,6 +45,7 @@ def build_engine(
         mpu=tensor_groups(autotp_size(ds_config)) or sequence_groups(sequence_parallel_size(ds_config)),
     )
     share_float32_weights(engine)
+    choose_grouped_products(engine.device)
     take_over_routers(engine.module, model.config, biases)
     share_heads(engine.module, autotp_size(ds_config))
     share_sequences(engine, sequence_parallel_size(ds_config))

@@ -14,6 +14,7 @@ from model.hf_weights import INDEX, SINGLE, WeightsError, parts_of_folder, parts
 from model.transformer import DeepseekForCausalLM
 from recipes.config.errors import UserError
 from recipes.training.checkpoint_weights import load_model_state
+from recipes.training.grouped_products import choose_grouped_products
 from recipes.training.merged_adapters import MergedTensors, has_adapters, with_frozen, without_adapters
 
 
@@ -64,6 +65,7 @@ def load_trained_model(
     Raises:
         UserError: weights are missing or unlike the config.
     """
+    choose_grouped_products(device)
     config = without_mtp(weights.config)
     with torch.device(device):
         model = DeepseekForCausalLM(config).to(dtype)

@@ -8,6 +8,7 @@ from launching import PRETRAIN, metrics, run_deepspeed, run_python
 
 from model.config import load_model_config
 from model.transformer import DeepseekForCausalLM
+from recipes.training.grouped_products import choose_grouped_products
 
 pytestmark = pytest.mark.gpu
 
@@ -31,6 +32,7 @@ def test_forward_and_backward_do_not_wait_for_the_host():
     """A synchronisation in the step leaves the GPU idle while the host catches up."""
     model = DeepseekForCausalLM(load_model_config("tiny")).cuda().to(torch.bfloat16)
     model.init_weights(0)
+    choose_grouped_products("cuda")
     tokens = torch.randint(0, 4096, (4, 257), device="cuda")
     model(tokens[:, :-1], tokens[:, 1:])["loss"].backward()  # caches and kernels are made here
     torch.cuda.synchronize()
@@ -39,6 +41,24 @@ def test_forward_and_backward_do_not_wait_for_the_host():
         model(tokens[:, :-1], tokens[:, 1:])["loss"].backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_gradients_of_the_gpu_are_the_cpus(dtype):
+    """Through the kernels of this GPU: attention, experts, norms, head."""
+    choose_grouped_products("cuda")
+    tokens = torch.randint(0, 4096, (2, 65), generator=torch.Generator().manual_seed(0))
+    gradients = []
+    for device, used in (("cpu", torch.float32), ("cuda", dtype)):
+        model = DeepseekForCausalLM(load_model_config("tiny"))
+        model.init_weights(0)
+        model.to(device, used)
+        model(tokens[:, :-1].to(device), tokens[:, 1:].to(device))["loss"].backward()
+        gradients.append({name: p.grad.float().cpu() for name, p in model.named_parameters()})
+    expected, got = gradients
+    for name, gradient in got.items():
+        # 8 bits of each number, over the depth of the model; a CPU's are within 2%
+        assert (gradient - expected[name]).norm() < 0.1 * expected[name].norm(), name
 
 
 def test_gpu_gives_the_losses_of_the_cpu():
