@@ -148,7 +148,8 @@ def _head(config: ModelConfig, rows: int, element_bytes: int, device_type: str) 
         rows: predictions of the micro-batch, those of the MTP depths included.
     """
     table = config.vocab_size * config.hidden_size
-    block, chunk = (min(rows, n) for n in rows_of_logits(torch.device(device_type), config.vocab_size))
+    shape = torch.Size([config.vocab_size, config.hidden_size])
+    block, chunk = rows_of_logits(device_type, shape, rows, element_bytes)
     wide = config.vocab_size * chunk * _WIDE if element_bytes < _WIDE else 0
     product = table * element_bytes
     # one block's gradient comes after its wide logits; over several, the table's is added up in float32 meanwhile
