@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from recipes.config.ds_auto import takes_torch_adam
 from recipes.config.ds_config import load_ds_config
 from recipes.config.errors import EXIT_SUCCESS, UserError, run_command
 
@@ -62,9 +63,8 @@ def main() -> int:
     """Build, once, the ops that a ds_config needs on this machine: `python -m recipes.cluster.op_builds FILE`."""
     folder = extensions_folder()
     config = load_ds_config(sys.argv[1])
-    # "auto" becomes torch's Adam wherever there is no offload (recipes/config/ds_auto.py), which needs no build
     if config["optimizer"]["params"].get("torch_adam") == "auto":
-        config["optimizer"]["params"]["torch_adam"] = "offload_optimizer" not in config["zero_optimization"]
+        config["optimizer"]["params"]["torch_adam"] = takes_torch_adam(config)
     ops = needed_ops(config)
     prepare_op_builds(config, "cpu")
     from deepspeed.ops import op_builder

@@ -50,14 +50,14 @@ def fill_in_autos(config: dict[str, Any], facts: "RunFacts") -> list[str]:
     notes = []
     params = section(config, "optimizer", "params")
     if params.get("torch_adam") == "auto":
-        # torch's fused Adam is there; DeepSpeed's own is compiled by each host at first use, on a GPU with nvcc
-        use_torch = offload_device(config, "offload_optimizer") == "none"
-        params["torch_adam"] = use_torch
+        use_torch = params["torch_adam"] = takes_torch_adam(config)
         if use_torch:
             params.setdefault("fused", True)
         notes.append(f"optimizer.params.torch_adam: {str(use_torch).lower()}, offload {'off' if use_torch else 'on'}")
     # Its timer would wait for the whole GPU twice in each micro-batch; the loop has a clock of its own.
-    config.setdefault("timers", {}).setdefault("throughput", {}).setdefault("enabled", False)
+    timers = config.setdefault("timers", {})
+    if isinstance(timers, dict) and isinstance(throughput := timers.setdefault("throughput", {}), dict):
+        throughput.setdefault("enabled", False)  # what is no section is left for the checks to name
     zero = section(config, "zero_optimization")
     hidden = facts.model.hidden_size
     # The sizes that transformers' Trainer gives these keys: about one weight matrix in flight, and norms and biases
@@ -87,6 +87,12 @@ def fill_in_autos(config: dict[str, Any], facts: "RunFacts") -> list[str]:
             if values.get("job_name") == "auto":
                 values["job_name"] = monitor
     return notes
+
+
+def takes_torch_adam(config: dict[str, Any]) -> bool:
+    """What `torch_adam` "auto" becomes: torch's fused Adam is there, DeepSpeed's own is compiled by each host at first
+    use, on a GPU with nvcc; but only DeepSpeed has one for what is offloaded."""
+    return offload_device(config, "offload_optimizer") == "none"
 
 
 def left_auto_faults(config: dict[str, Any], source: str) -> list[str]:

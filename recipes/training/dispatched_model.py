@@ -11,6 +11,7 @@ from model.hf_layout import file_parts
 from model.hf_weights import WeightsError
 from model.losses import IGNORE_INDEX
 from model.transformer import DeepseekForCausalLM
+from recipes.cluster.launch import device_type
 from recipes.config.errors import UserError
 from recipes.training.grouped_products import choose_grouped_products
 from recipes.training.trained_model import TrainedWeights, without_mtp
@@ -35,7 +36,7 @@ def dispatch_trained_model(
     from accelerate import dispatch_model, infer_auto_device_map, init_empty_weights
     from accelerate.utils import get_max_memory, set_module_tensor_to_device
 
-    choose_grouped_products("cuda" if torch.cuda.is_available() else "cpu")
+    choose_grouped_products(device_type())
     config = without_mtp(weights.config)
     with init_empty_weights(include_buffers=True):
         model = DeepseekForCausalLM(config).to(dtype)

@@ -162,6 +162,18 @@ def test_which_adam(device, offload, torch_adam):
     assert params.get("fused", False) is torch_adam
 
 
+@pytest.mark.parametrize("timers, name", [(5, "timers"), ({"throughput": 5}, "timers.throughput")])
+def test_what_is_no_section_is_named_and_not_filled_in(timers, name):
+    with pytest.raises(UserError, match=f"{name}: 5 must be a section"):
+        resolve(FILE | {"timers": timers})
+
+
+def test_deepspeeds_throughput_timer_is_off_unless_asked_for():
+    assert resolve().config["timers"] == {"throughput": {"enabled": False}}
+    asked = {"throughput": {"enabled": True}}
+    assert resolve(FILE | {"timers": asked}).config["timers"] == asked
+
+
 @pytest.mark.parametrize(
     "device, stage, experts, contiguous",
     [("cpu", 1, False, False), ("cuda", 1, False, True), ("cpu", 2, False, True), ("cpu", 1, True, True)],
