@@ -53,9 +53,10 @@ def main(argv: list[str] | None = None) -> int:
     slots = read_hostfile(arguments.hostfile) if arguments.hostfile else None
     written = write_deepspeed_env(Path.cwd()) if arguments.write_env else []
     from recipes.cluster.diagnosis import Diagnosis, diagnose
-    from recipes.cluster.launch import quiet_deepspeed
+    from recipes.cluster.launch import quiet_deepspeed, raise_open_files
 
     quiet_deepspeed()
+    raise_open_files()
     if not arguments.json:
         print("\n".join([*written, f"checking {len(slots) if slots else 1} host(s) ..."]), flush=True)
     data = arguments.data

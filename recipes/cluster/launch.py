@@ -1,6 +1,7 @@
 """What the launcher told this process, and the process group made from it."""
 
 import os
+import resource
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,6 +15,7 @@ from recipes.cluster.slurm import srun_environment
 from recipes.cluster.stall_watch import StallWatch, set_default_timeout
 
 _stall_watches: list[StallWatch] = []
+_MOST_OPEN_FILES = 1 << 16  # as many as rank 0's host needs for 16,000 ranks
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,17 @@ def prefers_bf16() -> bool:
     # Intel's AVX-512 BF16 alone multiplies at about half of fp32's rate, AMD's at twice of it (docs/log.md).
     intel = str(has.get("cpu_name", "")).startswith("Intel")
     return bool(has.get("amx_bf16") or (has.get("avx512_bf16") and not intel))
+
+
+def raise_open_files() -> None:
+    """Let this process, and those that it starts, open as many files as the system allows a user.
+
+    Rank 0's host holds several connections of every rank: the usual soft limit of 1024 ends a job of 340 ranks.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def quiet_deepspeed() -> None:

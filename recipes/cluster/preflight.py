@@ -25,6 +25,7 @@ _LEAST_SHARED_MEMORY_BYTES = 64 << 20  # what docker gives by default, and where
 _GOOD_SHARED_MEMORY_BYTES = 1 * GIB
 _GOOD_GPU_FREE = 0.8  # share of a GPU's memory that nobody else holds
 _LEAST_OPEN_FILES = 1024
+_CONNECTIONS_OF_A_RANK = 4  # to rank 0: its guardian, torch's rendezvous, its stall watch, and one to spare
 # bytes a parameter of a checkpoint at most: bf16 weights, fp32 master weights, two fp32 moments
 CHECKPOINT_BYTES = 14
 
@@ -99,7 +100,7 @@ def _main_only(host: str, launch: Launch, needs: RunNeeds) -> list[Finding]:
 
 
 def _local(host: str, launch: Launch, needs: RunNeeds) -> list[Finding]:
-    findings = [_locks(host, needs.ds_config), _open_files(host), _memory(host, launch, needs)]
+    findings = [_locks(host, needs.ds_config), _open_files(host, launch), _memory(host, launch, needs)]
     shares = launch.local_world_size > 1 and needs.device_type == "cuda"
     if SHARED_MEMORY.is_dir() and (shares or needs.loader_processes):
         shm = shutil.disk_usage(SHARED_MEMORY)
@@ -165,10 +166,15 @@ def _locks(host: str, ds_config: dict[str, Any]) -> Finding:
     return lock_finding(host, {str(lock): age for lock, age in stale.items() if lock.parent.name in needed})
 
 
-def _open_files(host: str) -> Finding:
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    state = WARNING if soft != resource.RLIM_INFINITY and soft < _LEAST_OPEN_FILES else OK
-    return Finding(host, "open files", state, f"at most {soft}", "raise it: ulimit -n 65536" if state != OK else "")
+def _open_files(host: str, launch: Launch) -> Finding:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # raised to what the system allows already
+    needed = 512 + _CONNECTIONS_OF_A_RANK * launch.world_size if launch.is_main else 0
+    if soft == resource.RLIM_INFINITY or soft >= max(needed, _LEAST_OPEN_FILES):
+        return Finding(host, "open files", OK, f"at most {soft}")
+    if soft < needed:
+        text = f"at most {soft}, and rank 0 needs {needed} for the connections of {launch.world_size} ranks"
+        return Finding(host, "open files", FAILED, text, "raise the hard limit: nofile in /etc/security/limits.conf")
+    return Finding(host, "open files", WARNING, f"at most {soft}", "raise it: ulimit -n 65536")
 
 
 def _memory(host: str, launch: Launch, needs: RunNeeds) -> Finding:

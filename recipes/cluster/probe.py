@@ -1,10 +1,11 @@
 """Bandwidth between hosts: all-reduce, all-gather and reduce-scatter, timed by torch.distributed.
 
-As a module it is one rank of the probe; `run_probe` starts all of them.
+As a module it is all ranks of one host, each a process of its own; `run_probe` starts it on every host.
 """
 
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from recipes.config.errors import EXIT_SUCCESS, run_command
 
 CPU_BYTES, GPU_BYTES = 16 << 20, 256 << 20
 _REPEATS = 3
+_POLL_SECONDS = 0.1
 
 
 def run_probe(
@@ -32,18 +34,17 @@ def run_probe(
         hosts: (host, ranks on it); the host None is this one.
         timeout: for all of it [s].
     Returns:
-        rank 0's measurements, or None; and the ranks that failed, those first that did not merely wait for another.
+        rank 0's measurements, or None; and the hosts that failed, those first that did not merely wait for another.
     """
     world = sum(ranks for _, ranks in hosts)
     common = {"WORLD_SIZE": str(world), "CROSS_SIZE": str(len(hosts)), "MASTER_ADDR": master, "MASTER_PORT": str(port)}
-    work, rank = [], 0
+    work, first = [], 0
     for host, ranks in hosts:
-        for local_rank in range(ranks):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "LOCAL_SIZE": str(ranks)}
-            command = module_command("recipes.cluster.probe", [str(int(timeout * 0.8))], **common, **own)
-            work.append(lambda host=host, command=command: run_on(host, command, timeout))
-            rank += 1
-    ended = on_all(work)
+        own = {"FIRST_RANK": str(first), "LOCAL_SIZE": str(ranks)}
+        command = module_command("recipes.cluster.probe", [str(int(timeout * 0.8))], **common, **own)
+        work.append(lambda host=host, command=command: run_on(host, command, timeout))
+        first += ranks
+    ended = on_all(work, at_once=len(work))  # each waits for all others
     failed = sorted((one for one in ended if one.code), key=lambda one: one.end)
     return (None if failed else json.loads(ended[0].stdout.splitlines()[-1])), failed
 
@@ -82,14 +83,38 @@ def measure(device: torch.device) -> dict[str, Any]:
 
 
 def main() -> int:
-    """One rank."""
+    """This host's ranks, or, started by those, one of them."""
+    first = os.environ.pop("FIRST_RANK", None)
+    return _one_rank() if first is None else _ranks_of_this_host(int(first), int(os.environ["LOCAL_SIZE"]))
+
+
+def _ranks_of_this_host(first: int, ranks: int) -> int:
+    """Start them; once one has failed the others wait in vain, and are ended."""
+    words = [sys.executable, "-m", "recipes.cluster.probe", *sys.argv[1:]]
+    processes = [
+        subprocess.Popen(words, env=os.environ | {"RANK": str(first + local), "LOCAL_RANK": str(local)})
+        for local in range(ranks)
+    ]
+    while any(process.poll() is None for process in processes) and not any(process.poll() for process in processes):
+        time.sleep(_POLL_SECONDS)
+    code = next((process.returncode for process in processes if process.returncode), EXIT_SUCCESS)
+    for process in processes:
+        process.kill()
+    return code
+
+
+def _one_rank() -> int:
     launch, kind = read_launch(), device_type()
     fabric = read_fabric(count_nodes(launch.world_size, launch.local_world_size), kind)
     choose_preset("auto", fabric, zero_stage=0).apply()
     device = torch.device("cuda", launch.local_rank) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=timedelta(seconds=int(sys.argv[1])))
+    dist.init_process_group(
+        "nccl" if kind == "cuda" else "gloo",
+        timeout=timedelta(seconds=int(sys.argv[1])),
+        device_id=device if kind == "cuda" else None,
+    )
     result = measure(device)
     dist.barrier()
     if launch.is_main:

@@ -18,6 +18,7 @@ T = TypeVar("T")
 # DeepSpeed's own check asks for no password; nor can a command that runs on all hosts at once
 _SSH = ("ssh", "-o", "PasswordAuthentication=no", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 _TIMED_OUT = 124
+AT_ONCE = 64  # each is a process here, with two pipes
 
 # what ssh or the host's shell says -> what to do
 _CAUSES = (
@@ -90,7 +91,7 @@ def module_command(module: str, arguments: Sequence[str], **variables: str) -> s
     return f"cd {shlex.quote(str(REPOSITORY))} && exec {shlex.join(words)}"
 
 
-def on_all(work: Sequence[Callable[[], T]]) -> list[T]:
-    """Run all at once; results in order."""
-    with ThreadPoolExecutor(max_workers=max(1, len(work))) as pool:
+def on_all(work: Sequence[Callable[[], T]], at_once: int = AT_ONCE) -> list[T]:
+    """Run all, so many at once; results in order."""
+    with ThreadPoolExecutor(max_workers=max(1, at_once)) as pool:
         return [one.result() for one in [pool.submit(each) for each in work]]

@@ -23,6 +23,7 @@ FORMAT_NAME = "deepseek-recipes-corpus"
 FORMAT_VERSION = 1
 SPLITS = ("train", "heldout")
 HASH_BLOCK_BYTES = 1 << 20
+MOST_OPEN_SHARDS = 256  # of a split in one process: trillions of tokens have more shards than a process may open files
 QUICK_HASH_BYTES = 256 << 20  # a quick verification hashes splits up to this size, under a second's work
 TOKEN_DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
@@ -134,7 +135,7 @@ class ShardedTokens:
         self.starts = [0]  # position of each shard's first token, and the end
         for path in paths:
             self.starts.append(self.starts[-1] + path.stat().st_size // dtype.itemsize)
-        self.descriptors: dict[int, int] = {}
+        self.descriptors: dict[int, int] = {}  # of shards, the one used longest ago first
 
     def __len__(self) -> int:
         return self.starts[-1]
@@ -154,9 +155,12 @@ class ShardedTokens:
 
     def fill(self, target: np.ndarray, shard: int, offset: int) -> None:
         """Read tokens of one shard, from `offset` [tokens] on, into `target`."""
-        descriptor = self.descriptors.get(shard)
+        descriptor = self.descriptors.pop(shard, None)
         if descriptor is None:
-            descriptor = self.descriptors[shard] = os.open(self.paths[shard], os.O_RDONLY)
+            if len(self.descriptors) == MOST_OPEN_SHARDS:
+                os.close(self.descriptors.pop(next(iter(self.descriptors))))
+            descriptor = os.open(self.paths[shard], os.O_RDONLY)
+        self.descriptors[shard] = descriptor
         if os.preadv(descriptor, [target.view(np.uint8).data], offset * self.dtype.itemsize) != target.nbytes:
             raise OSError(f"{self.paths[shard]}: ended before position {offset + len(target)}: it changed while in use")
 

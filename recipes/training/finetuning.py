@@ -119,11 +119,12 @@ def finetune(plan: FinetunePlan) -> int:
 
 def _fill(model: DeepseekForCausalLM, plan: RunPlan, fresh: bool) -> None:
     """Give the model the weights it begins from; under adapters these are the frozen ones of a resumed run, too."""
+    if not fresh and not has_adapters(plan.model):
+        return  # all of them come from the checkpoint
     draw_weights(model, plan.config.seed)
-    if fresh or has_adapters(plan.model):
-        note = copy_weights(model, open_weights(str(plan.config.init_from)))
-        if plan.launch.is_main:
-            print(f"weights from {plan.config.init_from}{'; ' + note if note else ''}", flush=True)
+    note = copy_weights(model, open_weights(str(plan.config.init_from)))
+    if plan.launch.is_main:
+        print(f"weights from {plan.config.init_from}{'; ' + note if note else ''}", flush=True)
     if has_adapters(plan.model):
         add_adapters(model, plan.config.seed)
     check_same_on_every_rank(model)

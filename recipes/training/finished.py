@@ -11,6 +11,18 @@ from recipes.config.durable_file import write_durably
 FINISHED = "finished.json"
 
 
+class RunIsFinished(Exception):
+    """The checkpoint to go on from is the run's last already.
+
+    Args:
+        step: its step.
+    """
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"the run is finished at step {step}")
+        self.step = step
+
+
 def clear_finished(run: Path) -> None:
     """Take the mark away, because the run begins or goes on."""
     (run / FINISHED).unlink(missing_ok=True)

@@ -21,6 +21,8 @@ from recipes.config.errors import TrainingFault, UserError
 from recipes.training.expert_parallel import is_expert
 from recipes.training.trained_model import TrainedWeights, without_mtp
 
+_PIECE_ELEMENTS = 1 << 24
+
 
 @contextmanager
 def whole(parameter: nn.Parameter) -> Iterator[bool]:
@@ -114,8 +116,11 @@ def check_same_on_every_rank(model: nn.Module, experts: range | None = None) -> 
 
 
 def _fingerprint(tensor: Tensor) -> int:
-    """A number of 64 bits that changes when a value or its place does."""
+    """A number of 64 bits that changes when a value or its place does; taken by pieces, whose copies are of 64 bits."""
     as_integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    bits = tensor.detach().reshape(-1).view(as_integers).long()
-    places = torch.arange(1, bits.numel() + 1, device=bits.device)
-    return int((bits * (places * 2 + 1)).sum())  # wraps around, the same everywhere
+    total = 0
+    for start, piece in enumerate(tensor.detach().reshape(-1).view(as_integers).split(_PIECE_ELEMENTS)):
+        first = start * _PIECE_ELEMENTS + 1
+        places = torch.arange(first, first + piece.numel(), device=piece.device)
+        total += int((piece.long() * (places * 2 + 1)).sum())  # wraps around, the same everywhere
+    return total % (1 << 64)

@@ -63,7 +63,7 @@ class RunPlan:
     seq_length: int
     ds_config_source: str
     resolved: ResolvedDsConfig
-    candidates: list[Path]  # checkpoints to resume from, best first
+    candidates: list[Path]  # checkpoints to resume from, best first; rank 0 finds them, start_run tells the others
     nccl: NcclPreset
 
     @property
@@ -218,7 +218,8 @@ def resolve_run(
     check_fresh_folder(folder, config.resume, config.overwrite)
     if faults := flag_faults(resolved.config, config):
         raise UserError(*faults)
-    candidates = find_candidates(folder, config.resume)
+    # One rank's view of the folder counts: other hosts may see a shared one a little earlier or later.
+    candidates = find_candidates(folder, config.resume) if launch.is_main else []
     newest = candidates[0] if candidates else None
     if config.resume != "never":
         check_same_run(folder, newest, model)

@@ -26,7 +26,7 @@ from recipes.training.determinism import make_deterministic
 from recipes.training.engine import build_engine, build_model, compile_layers
 from recipes.training.evaluation import Evaluation
 from recipes.training.expert_parallel import own_experts
-from recipes.training.finished import clear_finished, write_finished
+from recipes.training.finished import RunIsFinished, clear_finished, write_finished
 from recipes.training.initial_weights import check_same_on_every_rank, copy_weights, draw_weights
 from recipes.training.loop import TrainingRun
 from recipes.training.moving_average import MovingAverage
@@ -81,6 +81,8 @@ def start_run(
     Args:
         sources: (training corpus, its part of the tokens) for each source of `data`.
         fill: (model, plan, fresh) gives the model its first values, the same on every rank.
+    Raises:
+        RunIsFinished: on every rank; there is nothing left to train.
     """
     set_cpu_threads(plan.launch)
     if plan.config.deterministic:
@@ -89,6 +91,10 @@ def start_run(
         clear_finished(plan.folder)
     plan.nccl.apply()
     start_process_group(plan.launch, plan.resolved.config, timedelta(seconds=plan.config.dist_timeout))
+    plan = replace(plan, candidates=_from_rank_0(plan.candidates))
+    saved = plan.saved_state()
+    if saved and saved.step >= plan.resolved.max_steps:
+        raise RunIsFinished(saved.step)
     newest = newest_verified(
         plan.candidates, plan.config.resume != "auto", plan.launch.rank, plan.launch.world_size, _from_all_ranks
     )
@@ -162,10 +168,12 @@ def _resume(engine: Any, plan: RunPlan, checkpoint: Path, settings: dict[str, An
 
 
 def _fill(model: DeepseekForCausalLM, plan: RunPlan, fresh: bool) -> None:
-    """Give the model its first values, the same on every rank; a resumed run's are replaced by the checkpoint's."""
+    """Give the model its first values, the same on every rank; a resumed run's all come from its checkpoint."""
+    if not fresh:
+        return
     experts = own_experts(plan.model, plan.resolved.config, plan.launch.rank)
     draw_weights(model, plan.config.seed, experts)
-    if fresh and plan.config.init_from:
+    if plan.config.init_from:
         note = copy_weights(model, open_weights(plan.config.init_from), experts)
         if plan.launch.is_main:
             print(f"weights from {plan.config.init_from}{'; ' + note if note else ''}", flush=True)
@@ -177,6 +185,12 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def _from_rank_0(value: Any) -> Any:
+    values = [value]
+    torch.distributed.broadcast_object_list(values)
+    return values[0]
 
 
 def _from_all_ranks(text: str) -> list[str]:

@@ -37,9 +37,10 @@ def run_training(config: RunConfig, prepare: Callable[["Launch"], TrainingJob]) 
         prepare: plans the run; called once the rank is guarded.
     """
     from recipes.cluster.guard import guarded
-    from recipes.cluster.launch import quiet_deepspeed, read_launch
+    from recipes.cluster.launch import quiet_deepspeed, raise_open_files, read_launch
 
     quiet_deepspeed()
+    raise_open_files()
     launch = read_launch()
     # first of all: a mistake that one host alone finds must end the others, too
     with contextlib.nullcontext() if config.dry_run else guarded(launch):
@@ -49,7 +50,7 @@ def run_training(config: RunConfig, prepare: Callable[["Launch"], TrainingJob]) 
 def _run(config: RunConfig, launch: "Launch", job: TrainingJob) -> int:
     from recipes.cluster.launch import stop_process_group
     from recipes.cluster.preflight import run_preflight
-    from recipes.training.finished import write_finished
+    from recipes.training.finished import RunIsFinished, write_finished
     from recipes.training.summary import plan_lines, plan_result
 
     plan = job.plan
@@ -61,12 +62,12 @@ def _run(config: RunConfig, launch: "Launch", job: TrainingJob) -> int:
         if launch.is_main and config.json:
             print(json.dumps(plan_result(plan)))
         return EXIT_SUCCESS
-    state = plan.saved_state()
-    if state and state.step >= plan.resolved.max_steps:
+    try:
+        code = job.train()
+    except RunIsFinished as finished:
+        code = EXIT_SUCCESS
         if launch.is_main:
-            print(f"this run is finished: step {state.step} of {plan.resolved.max_steps}; {job.longer}")
-            write_finished(plan.folder, state.step)
-        return EXIT_SUCCESS
-    code = job.train()
+            print(f"this run is finished: step {finished.step} of {plan.resolved.max_steps}; {job.longer}")
+            write_finished(plan.folder, finished.step)
     stop_process_group()
     return code

@@ -1,6 +1,7 @@
 """Run several pre-training runs in one process, one after another: `python train_runs.py JSON_LIST_OF_ARGUMENT_LISTS`.
 
 Starting a process costs more than a tiny run; the way through `recipes/pretrain.py` is otherwise the command's own.
+Ranks but 0 see the run's folder one checkpoint behind, as another host may see a shared one.
 """
 
 import json
@@ -17,10 +18,13 @@ if __name__ == "__main__":
     quiet_deepspeed()
     allow_fp16()
     from recipes.training import optimizer
-    from recipes.training.plan_run import plan_run
+    from recipes.training import plan_run as planning
     from recipes.training.pretraining import pretrain
 
     optimizer._LEAST_ELEMENTS = 15_000  # so that a small model gets several groups of parameters, as a large one does
+    launch, find_candidates = read_launch(), planning.find_candidates
+    if not launch.is_main:
+        planning.find_candidates = lambda run, resume: find_candidates(run, resume)[1:]
     for arguments in json.loads(Path(sys.argv[1]).read_text()):
-        pretrain(plan_run(parse_pretrain_config(arguments), read_launch()))
+        pretrain(planning.plan_run(parse_pretrain_config(arguments), launch))
     stop_process_group()

@@ -6,7 +6,16 @@ import numpy as np
 import psutil
 import pytest
 
-from recipes.data.corpus import SPLITS, DataFile, Manifest, PreparedCorpus, SplitManifest, describe_file
+from recipes.data import corpus
+from recipes.data.corpus import (
+    SPLITS,
+    DataFile,
+    Manifest,
+    PreparedCorpus,
+    ShardedTokens,
+    SplitManifest,
+    describe_file,
+)
 from recipes.data.loader import TrainingData
 
 SHARD_TOKENS, NUM_SHARDS, DOCUMENT_TOKENS = 1 << 29, 4, 1000  # four shards of 1 GiB
@@ -61,3 +70,15 @@ def test_memory_does_not_grow_with_the_corpus(four_gigabytes, document_mask):
         data.sample(index)
     assert shards == {0, 1, 2, 3}
     assert process.memory_info().rss - before < 200e6
+
+
+def test_a_reader_of_many_shards_keeps_few_of_them_open(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "MOST_OPEN_SHARDS", 3)
+    paths = [tmp_path / f"{number}.bin" for number in range(8)]
+    for number, path in enumerate(paths):
+        np.full(4, number, dtype="<u2").tofile(path)
+    tokens = ShardedTokens(paths, np.dtype("<u2"))
+    before = psutil.Process().num_fds()
+    for _ in range(2):
+        assert tokens[0 : len(tokens)].tolist() == [number for number in range(8) for _ in range(4)]
+    assert psutil.Process().num_fds() == before + 3 and list(tokens.descriptors) == [5, 6, 7]

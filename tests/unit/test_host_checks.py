@@ -207,3 +207,15 @@ def test_little_shared_memory_is_a_doubt_for_loaders_and_a_fault_for_nccl():
     assert shared_memory_finding("n", docker - 1, docker, gpus=False).state == WARNING
     assert shared_memory_finding("n", docker - 1, docker, gpus=True).state == FAILED
     assert shared_memory_finding("n", GIB, GIB, gpus=True).state == OK
+
+
+def test_rank_0_needs_an_open_file_for_every_connection(tmp_path, ops, monkeypatch, capsys):
+    monkeypatch.setattr(preflight.resource, "getrlimit", lambda what: (4096, 4096))
+    run_preflight(Launch(0, 0, 800, 8), needs(tmp_path, parameters=0))
+    assert "open files" not in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"open files: at most 4096, and rank 0 needs 4512.*limits.conf"):
+        run_preflight(Launch(0, 0, 1000, 8), needs(tmp_path, parameters=0))
+    run_preflight(Launch(8, 0, 1000, 8), needs(tmp_path, parameters=0))  # the others hold their own few
+    monkeypatch.setattr(preflight.resource, "getrlimit", lambda what: (512, 512))
+    run_preflight(Launch(8, 0, 1000, 8), needs(tmp_path, parameters=0))
+    assert "open files: at most 512" in capsys.readouterr().err

@@ -56,7 +56,7 @@ def test_names_and_seeds_differ():
     assert not torch.equal(values[0], values[1]) and not torch.equal(values[0], values[2])
 
 
-def test_a_large_parameter_is_drawn_in_pieces_of_one_stream(monkeypatch):
+def test_a_large_parameter_is_drawn_in_pieces_none_of_which_repeats_another(monkeypatch):
     import model.initialization as initialization
 
     whole, pieces = torch.empty(5000), torch.empty(5000)
@@ -76,3 +76,20 @@ def test_some_rows_get_the_values_of_the_whole_and_the_others_are_not_touched(mo
     initialize_parameter_("a.weight", part, std=0.02, seed=3, rows=range(3, 6))
     assert torch.equal(part[3:6], whole[3:6])
     assert part[:3].isnan().all() and part[6:].isnan().all()
+
+
+def test_only_the_chunks_that_are_kept_are_drawn_and_threads_do_not_change_them(monkeypatch):
+    import model.initialization as initialization
+
+    monkeypatch.setattr(initialization, "_CHUNK_ELEMENTS", 10)
+    drawn, generator = [], initialization._generator
+    monkeypatch.setattr(initialization, "_generator", lambda *key: drawn.append(key[2]) or generator(*key))
+    whole, part, threaded = (torch.full((8, 10), float("nan")) for _ in range(3))
+    initialize_parameter_("a.weight", whole, std=0.02, seed=3)
+    assert drawn == list(range(8))
+    drawn.clear()
+    initialize_parameter_("a.weight", part, std=0.02, seed=3, rows=range(3, 5))
+    assert drawn == [3, 4]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    initialize_parameter_("a.weight", threaded, std=0.02, seed=3)
+    assert torch.equal(threaded, whole) and torch.equal(part[3:5], whole[3:5])
