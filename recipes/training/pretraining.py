@@ -132,6 +132,7 @@ def carry_out(run: TrainingRun, sample: Callable[[Any, Path], str], begin: float
     with faults_logged():
         evaluation = run.train()
     if run.stopped_by:
+        run.signals.ignore()
         logger.warning("%s: saved at step %d", run.stopped_by, run.state.step, extra=PRINTED)
         if plan.launch.is_main:
             go_on = resume_command(plan, profile=None)  # the steps to profile may be past

@@ -26,6 +26,12 @@ class StopSignals:
             signal.signal(number, self._note)
         signal.signal(signal.SIGINT, self._end)
 
+    def ignore(self) -> None:
+        """The run is saved and about to end with EXIT_STOPPED: a launcher that ends the later ranks once the first is
+        gone must not turn their code into a signal's."""
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         if self.received == name and time.monotonic() - self._since < PASSED_ON_SECONDS:

@@ -7,9 +7,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from launching import PRETRAIN, REPOSITORY, environment, free_port, metrics, run_python
+
+from recipes.training.pretraining import carry_out
+from recipes.training.stop_signals import StopSignals
 
 EXIT_STOPPED = 75
 
@@ -142,3 +146,28 @@ def test_without_the_flag_the_signal_has_its_usual_effect(tmp_path, small_corpus
     code, _ = run.end(timeout=30)
     assert code == -signal.SIGTERM
     assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))
+
+
+def test_once_saved_no_signal_changes_the_exit_code(monkeypatch):
+    """srun and other launchers end the later ranks as soon as the first has ended."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    signals = StopSignals()
+    plan = SimpleNamespace(launch=SimpleNamespace(is_main=False))
+    state = SimpleNamespace(step=3)
+
+    def train():
+        signals.install()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert signals.received == "SIGUSR1"
+
+    try:
+        run = SimpleNamespace(plan=plan, train=train, signals=signals, stopped_by="SIGUSR1", state=state)
+        assert carry_out(run, None, 0.0) == EXIT_STOPPED
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            os.kill(os.getpid(), number)
+        assert ended == []
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
