@@ -22,6 +22,7 @@ from torch.distributed import distributed_c10d
 from recipes.config.errors import EXIT_FAULT
 
 _PREFIX = "stall_watch"
+_UNKNOWN = -1  # what a rank says that moves on
 _WAITING_IN = ("torch/distributed/", "deepspeed/comm/")
 _LONGEST_HEAD_START_SECONDS = 30.0
 # Each tells whether this rank's GPU is inside a collective. NCCL's calls return at once: the host waits later, at
@@ -69,6 +70,7 @@ class StallWatch:
 
     def start(self) -> None:
         """Begin to watch; all ranks must have joined the default group."""
+        self._say(_UNKNOWN)
         self._thread.start()
 
     def stop(self) -> None:
@@ -83,12 +85,12 @@ class StallWatch:
             try:
                 if (now := world_collectives()) != count:
                     if told:  # what the others may still read is true no more
-                        self._store.delete_key(str(self._rank))
+                        self._say(_UNKNOWN)
                     count, since, told = now, time.monotonic(), False
                     continue
                 idle = time.monotonic() - since
                 if idle > self._limit / 2 and not told:
-                    self._store.set(str(self._rank), str(count))
+                    self._say(count)
                     told = True
                 if idle > self._limit:
                     self._judge(count, idle)
@@ -97,8 +99,8 @@ class StallWatch:
 
     def _judge(self, count: int, idle: float) -> None:
         """End the job if this rank is the one that stalls, or the first that waits for one that cannot speak."""
-        counts = {rank: self._count_of(rank) for rank in range(self._ranks)} | {self._rank: count}
-        known = {rank: theirs for rank, theirs in counts.items() if theirs is not None}
+        counts = self._counts() | {self._rank: count}
+        known = {rank: theirs for rank, theirs in counts.items() if theirs != _UNKNOWN}
         furthest = max(known.values())
         if count < furthest:
             # ranks that wait in a smaller group are behind, too; the one to blame waits for nobody
@@ -110,8 +112,13 @@ class StallWatch:
         if late and speaks and self._is_waiting() and idle > self._limit + 2 * self._interval:
             self._end(f"has waited {idle:.0f} s for rank {', '.join(late)}, which gives no sign of life", stack=False)
 
-    def _count_of(self, rank: int) -> int | None:
-        return int(self._store.get(str(rank))) if self._store.check([str(rank)]) else None
+    def _say(self, count: int) -> None:
+        self._store.set(str(self._rank), str(count))
+
+    def _counts(self) -> dict[int, int]:
+        """What every rank has said, in one request: with one a rank, thousands of ranks would each ask thousands."""
+        said = self._store.multi_get([str(rank) for rank in range(self._ranks)])
+        return {rank: int(count) for rank, count in enumerate(said)}
 
     def _is_waiting(self) -> bool:
         """Whether the main thread is inside a collective, or its device."""

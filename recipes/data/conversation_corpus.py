@@ -71,7 +71,8 @@ def prepare_conversations(
     shown = fingerprinted(files, settings, tokenizer)
     fingerprint = hash_settings(shown)
     output = cache / f"chat-{folder_name(spec, fingerprint)}"
-    with held_lock(output.with_name(output.name + ".lock"), f"prepare {output}", report):
+    lock = output.with_name(output.name + ".lock")
+    with held_lock(lock, f"prepare {output}", report, done=lambda: is_prepared(output)):
         if not is_prepared(output):
             aside = output.with_name(output.name + ".partial")
             shutil.rmtree(aside, ignore_errors=True)

@@ -14,7 +14,8 @@ from pathlib import Path
 HEARTBEAT_SECONDS = 5.0
 # A holder on another host is dead when its heartbeat stood still this long by the waiter's own clock: clocks differ.
 DEAD_AFTER_SECONDS = 120.0
-POLL_SECONDS = 0.2
+POLL_SECONDS = 0.2  # between a waiter's first two looks; the later ones are further apart
+LONGEST_POLL_SECONDS = 5.0
 REMIND_SECONDS = 30.0
 
 
@@ -23,15 +24,26 @@ def print_to_stderr(message: str) -> None:
 
 
 @contextlib.contextmanager
-def held_lock(path: Path, purpose: str, report: Callable[[str], None] = print_to_stderr) -> Iterator[None]:
+def held_lock(
+    path: Path,
+    purpose: str,
+    report: Callable[[str], None] = print_to_stderr,
+    done: Callable[[], bool] = lambda: False,
+) -> Iterator[None]:
     """Hold the lock file `path`, waiting for whoever holds it.
 
     A holder whose process is gone from this host, or whose heartbeat stood still for DEAD_AFTER_SECONDS on another
     host, loses the lock with a warning. `purpose` completes the sentence "waiting for process P to ...".
+
+    Args:
+        done: whether the work that the lock guards is done, so that nobody needs it: then it is not taken. Thousands of
+            waiting ranks would else pass it on one by one.
     """
     content = json.dumps(owner_record())
     path.parent.mkdir(parents=True, exist_ok=True)
-    wait_for_lock(path, content, purpose, report)
+    if not wait_for_lock(path, content, purpose, report, done):
+        yield
+        return
     stop = threading.Event()
     heartbeat = threading.Thread(target=beat, args=(path, stop), name="lock-heartbeat", daemon=True)
     heartbeat.start()
@@ -44,10 +56,15 @@ def held_lock(path: Path, purpose: str, report: Callable[[str], None] = print_to
             path.unlink(missing_ok=True)
 
 
-def wait_for_lock(path: Path, content: str, purpose: str, report: Callable[[str], None]) -> None:
-    """Return once `path` holds `content`."""
+def wait_for_lock(
+    path: Path, content: str, purpose: str, report: Callable[[str], None], done: Callable[[], bool]
+) -> bool:
+    """Return True once `path` holds `content`, or False once the lock is not needed any more."""
     last_beat, beat_seen_at, reminded_at = None, time.monotonic(), -REMIND_SECONDS
-    while not create_exclusively(path, content):
+    pause = POLL_SECONDS
+    while not done():
+        if create_exclusively(path, content):
+            return True
         holder_text = read_text(path)
         if holder_text is None:  # released between the two calls
             continue
@@ -58,11 +75,13 @@ def wait_for_lock(path: Path, content: str, purpose: str, report: Callable[[str]
         if why_dead is not None:
             if take_over(path, holder_text, content):
                 report(f"warning: {path}: {why_dead}; taking the lock over")
-                return
+                return True
         elif now - reminded_at >= REMIND_SECONDS:
             report(f"waiting for {describe_holder(holder_text)} to {purpose} (lock {path})")
             reminded_at = now
-        time.sleep(POLL_SECONDS)
+        time.sleep(pause)
+        pause = min(1.5 * pause, LONGEST_POLL_SECONDS)
+    return False
 
 
 def owner_record() -> dict[str, object]:

@@ -65,11 +65,13 @@ def prepare(
     given = load_tokenizer(tokenizer) if tokenizer is not None else None
     fingerprint, fingerprinted = fingerprint_of(found.files, settings, given)
     output = Path(output)
-    if reusable(output, fingerprint, fingerprinted, overwrite):
-        return output
+
+    def done() -> bool:
+        return reusable(output, fingerprint, fingerprinted, overwrite)
+
     try:
-        with held_lock(output.with_name(output.name + ".lock"), f"prepare {output}", report):
-            if not reusable(output, fingerprint, fingerprinted, overwrite):
+        with held_lock(output.with_name(output.name + ".lock"), f"prepare {output}", report, done):
+            if not done():
                 for note in found.notes:
                     report(f"note: {note}")
                 parts = (inputs, found, output, settings, given, fingerprint, fingerprinted, show_progress, report)
@@ -154,9 +156,7 @@ def shared_tokenizer(specs: list[str], cache: Path, settings: PrepareSettings, r
     files = [expand_inputs([spec]).files for spec in specs]
     fingerprint, _ = fingerprint_of([file for source in files for file in source], settings, None)
     folder = cache / f"tokenizer-{fingerprint[:8]}"
-    if folder.is_dir():
-        return folder
-    with held_lock(folder.with_name(folder.name + ".lock"), "train a tokenizer on all sources", report):
+    with held_lock(folder.with_name(folder.name + ".lock"), "train a tokenizer on all sources", report, folder.is_dir):
         if not folder.is_dir():
             share = TOKENIZER_TRAINING_BYTES // len(files)
             texts = (text for source in files for text in training_texts(source, settings, share))

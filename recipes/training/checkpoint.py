@@ -170,6 +170,7 @@ class CheckpointWriter:
         self._background = background
         self._rank = torch.distributed.get_rank()
         self._pending: _Save | None = None
+        self._pruning: threading.Thread | None = None  # rank 0's
 
     @property
     def is_written(self) -> bool:
@@ -220,6 +221,7 @@ class CheckpointWriter:
             return
         if save.thread:
             save.thread.join()
+        self._wait_for_pruning()
         parts: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(parts, (save.entries, save.error))
         for rank, (_, error) in enumerate(parts):
@@ -231,12 +233,31 @@ class CheckpointWriter:
                 commit(save.aside, save.target, {name: entry for part, _ in parts for name, entry in part.items()})
                 if save.best:
                     write_and_sync(self._folder / BEST, save.target.name)
-                prune(self._folder, self._total_limit)
             except OSError as error:
                 failure = [str(error)]
         torch.distributed.broadcast_object_list(failure)  # also keeps every rank here until the rename is done
         if failure[0]:
             raise CheckpointError(f"{save.target}: could not be completed: {failure[0]}")
+        if self._rank == 0:
+            self._pruning = threading.Thread(target=self._prune, name="checkpoint-pruner", daemon=True)
+            self._pruning.start()
+
+    def close(self) -> None:
+        """`finish`, and wait until old checkpoints are deleted; all ranks call it."""
+        self.finish()
+        self._wait_for_pruning()
+
+    def _prune(self) -> None:
+        """Behind training's back: a checkpoint of thousands of ranks has tens of thousands of files."""
+        try:
+            prune(self._folder, self._total_limit)
+        except OSError as error:
+            print(f"warning: {self._folder}: an old checkpoint could not be deleted: {error}", flush=True)
+
+    def _wait_for_pruning(self) -> None:
+        if self._pruning:
+            self._pruning.join()
+            self._pruning = None
 
     def _collect(self, aside: Path) -> list[tuple[Path, Any]]:
         """This rank's files and their contents; copies if they are written later."""

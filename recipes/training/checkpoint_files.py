@@ -24,6 +24,7 @@ from recipes.config.durable_file import PARTIAL_SUFFIX, write_durably
 from recipes.config.errors import TrainingFault
 from recipes.data.corpus import hash_file
 
+DELETED_SUFFIX = ".deleted" + PARTIAL_SUFFIX
 UNIVERSAL_SUFFIX = ".universal"
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -152,12 +153,14 @@ def commit(aside: Path, target: Path, known: dict[str, dict[str, Any]]) -> None:
         known: manifest entries of files that their writers have hashed and synced already.
     """
     files = dict(known)
-    for path in sorted(path for path in aside.rglob("*") if path.is_file()):
-        name = path.relative_to(aside).as_posix()
-        if name not in files:
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-            files[name] = {"bytes": path.stat().st_size, "sha256": hash_file(path)}
+    for folder, _, names in os.walk(aside):
+        for path in (Path(folder, name) for name in names):
+            name = path.relative_to(aside).as_posix()
+            if name not in files:
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+                files[name] = {"bytes": path.stat().st_size, "sha256": hash_file(path)}
+    files = dict(sorted(files.items()))
     write_and_sync(aside / MANIFEST, json.dumps({"files": files}, indent=1))
     if target.exists():  # the same step, saved again after a resume from an older checkpoint
         delete_checkpoint(target)
@@ -168,8 +171,10 @@ def commit(aside: Path, target: Path, known: dict[str, dict[str, Any]]) -> None:
 
 def delete_checkpoint(checkpoint: Path) -> None:
     """Delete a checkpoint and what was converted from it, so that a kill on the way leaves none that looks whole."""
-    (checkpoint / MANIFEST).unlink(missing_ok=True)
-    shutil.rmtree(checkpoint)
+    aside = checkpoint.with_name(checkpoint.name + DELETED_SUFFIX)
+    shutil.rmtree(aside, ignore_errors=True)
+    checkpoint.rename(aside)  # what a kill leaves of it, the next start clears
+    shutil.rmtree(aside)
     shutil.rmtree(checkpoint.with_name(checkpoint.name + UNIVERSAL_SUFFIX), ignore_errors=True)
 
 

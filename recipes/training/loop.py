@@ -103,7 +103,7 @@ class TrainingRun:
                     self.writer.finish()
                 if self.stopped_by:
                     break
-            self.writer.finish()
+            self.writer.close()
         return evaluation
 
     def _votes(self) -> list[float]:
@@ -199,7 +199,7 @@ class TrainingRun:
             print(warning, flush=True)
         why = watch.hopeless(result)
         if why:
-            self.writer.finish()
+            self.writer.close()
             raise watch.fault(state.step, why, result, self._on_device(batch))
 
     @functools.cached_property

@@ -1,7 +1,10 @@
 """What a run writes down: metrics.jsonl, and DeepSpeed's monitors (TensorBoard, W&B, CSV) as the ds_config asks."""
 
+import contextlib
 import json
 import math
+import mmap
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,16 +70,7 @@ class MetricsWriter:
 
     def _drop_after(self, step: int) -> None:
         """Forget steps that will be taken again, and a last line that a crash cut short."""
-        kept = []
-        for line in self._path.read_text().splitlines():
-            try:
-                if json.loads(line).get("step", 0) <= step:
-                    kept.append(line + "\n")
-            except ValueError:
-                continue
-        aside = self._path.with_suffix(".jsonl.partial")
-        aside.write_text("".join(kept))
-        aside.replace(self._path)
+        os.truncate(self._path, _bytes_to_step(self._path, step))
 
     def rewind(self, step: int) -> None:
         """Forget the steps after `step`: training goes on from there."""
@@ -101,6 +95,23 @@ class MetricsWriter:
     def close(self) -> None:
         """Flush to disk."""
         self._file.close()
+
+
+def _bytes_to_step(path: Path, step: int) -> int:
+    """How much of a metrics.jsonl belongs to steps up to `step`. Read from its end: a long run's has gigabytes, and its
+    steps never go down."""
+    if not path.stat().st_size:
+        return 0
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        end = len(content)
+        while end:
+            begin = content.rfind(b"\n", 0, end - 1) + 1
+            line = content[begin:end]
+            with contextlib.suppress(ValueError):
+                if line.endswith(b"\n") and json.loads(line).get("step", 0) <= step:
+                    break
+            end = begin
+        return end
 
 
 def _numbers(line: dict[str, Any]) -> Iterator[tuple[str, float]]:

@@ -8,6 +8,7 @@ from model.config import ModelConfig
 from recipes.config.ds_check import offload_device
 from recipes.config.errors import UserError
 from recipes.training.checkpoint_files import (
+    PARTIAL_SUFFIX,
     CheckpointError,
     TrainingState,
     checkpoints_folder,
@@ -29,8 +30,9 @@ def find_candidates(run: Path, resume: str) -> list[Path]:
     """
     if resume == "auto":
         candidates = [path for path in list_checkpoints(checkpoints_folder(run)) if _complete(path)]
-        partial = list(checkpoints_folder(run).glob("step_*"))
-        if partial and not candidates:
+        # a kill during the first save leaves a partial folder, and nothing to lose
+        left = [path for path in checkpoints_folder(run).glob("step_*") if path.suffix != PARTIAL_SUFFIX]
+        if left and not candidates:
             raise UserError(
                 f"--resume auto: {checkpoints_folder(run)} holds checkpoints, none of them complete; "
                 "move the folder away, or start over with --resume never --overwrite"

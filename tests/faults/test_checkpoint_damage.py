@@ -6,6 +6,7 @@ import json
 import pytest
 
 from recipes.config.errors import UserError
+from recipes.training import checkpoint_files
 from recipes.training.checkpoint_files import (
     CheckpointError,
     checkpoint_name,
@@ -90,6 +91,30 @@ def test_nothing_complete_is_not_a_fresh_start(run_folder):
     with pytest.raises(UserError, match="none of them complete"):
         find_candidates(run_folder, "auto")
     assert find_candidates(run_folder.parent / "no_run_here", "auto") == []
+
+
+def test_a_kill_during_the_first_save_loses_nothing_and_is_a_fresh_start(run_folder):
+    folder = run_folder / "checkpoints"
+    for checkpoint in list_checkpoints(folder):
+        checkpoint.rename(checkpoint.with_name(checkpoint.name + ".partial"))
+    assert find_candidates(run_folder, "auto") == []
+    clear_partial(folder)
+    assert not list(folder.glob("step_*"))
+
+
+def test_a_kill_while_a_checkpoint_is_deleted_leaves_none_that_counts(run_folder, monkeypatch):
+    folder = run_folder / "checkpoints"
+
+    def killed(path, ignore_errors=False):
+        if not ignore_errors:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(checkpoint_files.shutil, "rmtree", killed)
+        prune(folder, total_limit=1)
+    assert [path.name for path in find_candidates(run_folder, "auto")] == [checkpoint_name(20)]
+    clear_partial(folder)
+    assert [path.name for path in folder.glob("step_*")] == [checkpoint_name(20)]
 
 
 def test_ranks_share_the_checksums_and_all_hear_of_a_fault(run_folder):

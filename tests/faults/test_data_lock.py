@@ -64,6 +64,26 @@ def test_waiting_says_for_whom_and_what(tmp_path):
     assert message.endswith(f" to prepare the data (lock {path})")
 
 
+def test_who_waits_for_work_that_is_done_does_not_take_the_lock(tmp_path):
+    """Or thousands of ranks would pass it on one by one."""
+    path, done, passed = tmp_path / "x.lock", threading.Event(), []
+    write_lock(path)  # of a living process, to the end
+
+    def wait():
+        with held_lock(path, "test", lambda message: None, done.is_set):
+            passed.append(path.read_text())
+
+    waiters = [threading.Thread(target=wait, daemon=True) for _ in range(20)]
+    for waiter in waiters:
+        waiter.start()
+    time.sleep(0.1)
+    assert not passed
+    done.set()
+    for waiter in waiters:
+        waiter.join(timeout=10)
+    assert len(passed) == 20 and set(passed) == {path.read_text()}
+
+
 @pytest.mark.parametrize("reaped", [True, False])
 def test_a_dead_process_loses_the_lock(tmp_path, reaped):
     path = tmp_path / "x.lock"
