@@ -3,6 +3,7 @@
 import os
 import resource
 import socket
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -52,6 +53,15 @@ def read_launch() -> Launch:
 def device_type() -> str:
     """`cuda` where torch sees a GPU, else `cpu`."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def gpu_names(indices: Iterable[int]) -> list[str]:
+    """What DeepSpeed's launcher calls the GPUs that torch counts from 0 here.
+
+    With --include or --num_gpus it drops CUDA_VISIBLE_DEVICES, and counts all of the host's.
+    """
+    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return [visible[index] if visible else str(index) for index in indices]
 
 
 def device_dtypes() -> frozenset[str]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from recipes.config.batch import TRAIN_BATCH
-from recipes.config.ds_check import LEARNING_RATES, autotp_size, enabled, offload_device, section, zero_stage
+from recipes.config.ds_check import LEARNING_RATES, autotp_size, enabled, offload_device, precision, section, zero_stage
 from recipes.config.ds_keys import RECIPE_KEY, native_autos
 
 if TYPE_CHECKING:
@@ -78,6 +78,9 @@ def fill_in_autos(config: dict[str, Any], facts: "RunFacts") -> list[str]:
     if enabled(config, "expert_parallel"):
         # The model's modules are laid out as this preset expects whatever its routing; others would match as well.
         config["expert_parallel"].setdefault("preset_model", "deepseek_v3")
+        if precision(config) == "fp32":
+            # DeepSpeed's Triton kernels, which it takes before capability 9.0, multiply float32 in TF32's 10 bits.
+            config["expert_parallel"].setdefault("disable_triton_grouped_mm", True)
     if autotp_size(config) > 1 and not section(config, "tensor_parallel").get("partition_config"):
         config["tensor_parallel"]["partition_config"] = copy.deepcopy(TENSOR_PARTITION)
     for monitor in ("tensorboard", "csv_monitor"):

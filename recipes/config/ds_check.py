@@ -210,6 +210,11 @@ def _offload(config: dict[str, Any], facts: "RunFacts") -> Iterator[str]:
                     f'zero_optimization.{key}.device: "nvme" needs the op async_io, and its library libaio is not '
                     'installed; install libaio-dev, or write "cpu"'
                 )
+            if facts.device_type == "cuda" and not facts.nvcc_available:
+                yield (
+                    f'zero_optimization.{key}.device: "nvme" needs the op async_io, which DeepSpeed links with CUDA, '
+                    'and there is no nvcc; install the CUDA toolkit, or write "cpu"'
+                )
 
 
 def _section_values(config: dict[str, Any], facts: "RunFacts") -> Iterator[str]:

@@ -71,6 +71,11 @@ def flag_faults(config: dict[str, Any], flags: Any) -> list[str]:
             "--log_group_norms with expert_parallel in the ds_config: a rank would count its own experts alone; "
             "leave the flag out"
         )
+    if enabled(config, "expert_parallel") and flags.ema_decay:
+        faults.append(
+            "--ema_decay with expert_parallel in the ds_config: each parameter is averaged by one rank, which has its "
+            "own experts alone; leave the flag out, or average checkpoints later (recipes/checkpoint.py average)"
+        )
     return faults
 
 

@@ -293,6 +293,32 @@ def loss_scaler_state(engine: Any) -> dict[str, float] | None:
     return {name: value for name, value in vars(scaler).items() if isinstance(value, int | float)}
 
 
+class _MappedReader(CheckpointEngine):
+    """Maps the files that hold the model's weights instead of reading them.
+
+    At ZeRO 1 and 2 every rank copies all weights out of rank 0's one file: the ranks of a host then share its pages,
+    where each would else hold the whole in memory of its own.
+    """
+
+    def __init__(self, usual: CheckpointEngine) -> None:
+        super().__init__()
+        self._usual = usual
+
+    def create(self, info: CheckpointCommitInfo) -> None:
+        pass
+
+    def save(self, state_dict: Any, path: str) -> None:
+        self._usual.save(state_dict, path)
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        if not path.endswith("model_states.pt"):  # the optimizer keeps what it is given
+            return self._usual.load(path, map_location)
+        return torch.load(path, map_location=map_location, mmap=True, weights_only=False)
+
+    def commit(self, info: CheckpointCommitInfo) -> bool:
+        return True
+
+
 def load_checkpoint(engine: Any, checkpoint: Path) -> TrainingState:
     """Restore engine, buffers and RNG from a verified checkpoint of the same world size and ZeRO stage.
 
@@ -302,7 +328,13 @@ def load_checkpoint(engine: Any, checkpoint: Path) -> TrainingState:
         TrainingFault: DeepSpeed found nothing to load.
     """
     ours, clip = own_settings(engine), getattr(engine.optimizer, "clip_grad", None)
-    path, _ = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
+    usual = engine.checkpoint_engine
+    if engine.zero_optimization_stage() in (1, 2):  # at stage 0 the optimizer's state is in the same file
+        engine.checkpoint_engine = _MappedReader(usual)
+    try:
+        path, _ = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
+    finally:
+        engine.checkpoint_engine = usual
     if path is None:
         raise TrainingFault(f"{checkpoint}: DeepSpeed found nothing to load in it")
     restore_settings(engine, ours)

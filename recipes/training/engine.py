@@ -48,6 +48,8 @@ def build_engine(
     choose_grouped_products(engine.device)
     take_over_routers(engine.module, model.config, biases)
     share_heads(engine.module, autotp_size(ds_config))
+    if check := getattr(engine, "first_dataloader_check", None):
+        check.remove()  # it sends the first batch as a pickle, and with it a CUDA context onto the leader's GPU
     share_sequences(engine, sequence_parallel_size(ds_config))
     # Lets ds_to_universal convert checkpoints of ZeRO stages 1 and 2; AutoTP has said itself what it cut, and how.
     if not hasattr(engine.module, "universal_checkpoint_info"):

@@ -92,6 +92,8 @@ def heldout_loss(
     )
     totals = sum_losses(model, batches, device)
     if world_size > 1:
+        if torch.distributed.get_backend() == "nccl":  # it carries a GPU's tensors alone, also with --device cpu
+            totals = totals.cuda()
         torch.distributed.all_reduce(totals)
     result = as_evaluation(totals, corpus.num_bytes)
     split = corpus.split if corpus.manifest.settings["holdout"] else "all"

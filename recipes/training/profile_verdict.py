@@ -104,11 +104,15 @@ def _part(event: Any, owner: dict[tuple[int, int], str]) -> str | None:
 
 
 def top_operators(averages: Iterable[Any], on_gpu: bool, rows: int = 10) -> list[str]:
-    """A table of the operators that took the most time themselves, as lines."""
+    """A table of the operators that took the most time themselves, as lines; a GPU's time is its kernels'.
+
+    A kernel is listed under its own name and, with the same time, under the operator that started it: the latter stays.
+    """
     times = [
         (average.self_device_time_total if on_gpu else average.self_cpu_time_total, average.count, average.key)
         for average in averages
-        if not average.key.startswith((RANGE_PREFIX, "communication", STEP_RANGE[:-1]))
+        if average.device_type.name == "CPU"
+        and not average.key.startswith((RANGE_PREFIX, "communication", STEP_RANGE[:-1]))
     ]
     total = sum(time for time, _, _ in times) or 1.0
     lines = [f"{'operator':<52} {'calls':>8} {'ms':>10} {'share':>6}"]

@@ -28,15 +28,18 @@ def sample_tokens(
     engine.eval()
     # AutoTP leaves a rank a part of the heads, and plain attention's cache has room for all of them.
     use_cache = use_cache and (engine.module.config.uses_latent_attention or engine.autotp_size() <= 1)
+    # Ranks that differ in a logit's last bit may differ in a token: none may stop before the others, as their forward
+    # passes gather weights, or exchange tokens, with one another.
+    alone = torch.distributed.get_world_size() == 1
     drawn = generate_tokens(
         engine.module,
         torch.tensor([prompt], device=engine.device),
         max_new_tokens=min(SAMPLE_TOKENS, engine.module.config.max_position_embeddings - len(prompt)),
         temperature=temperature,
         generator=torch.Generator().manual_seed(seed),
-        stop_ids=[stop_id],
+        stop_ids=[stop_id] if alone else [],
         use_cache=use_cache,
     )
     tokens = [int(token) for token in drawn]
     engine.train()
-    return tokens
+    return tokens[: tokens.index(stop_id) + 1] if stop_id in tokens else tokens

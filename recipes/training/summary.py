@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from model.flops import count_parameters, training_flops_per_token
+from recipes.cluster.launch import gpu_names
 from recipes.config.run_config import REPOSITORY
 from recipes.training.checkpoint_files import checkpoints_folder
 from recipes.training.evaluation import Evaluation
@@ -110,9 +111,13 @@ def resume_command(plan: RunPlan, **changed: Any) -> str:
     for flag, value in changed.items():
         words = _without(words, f"--{flag}") + ([] if value is None else [f"--{flag}", str(value)])
     launcher = Path(sys.executable).parent / "deepspeed"
-    world = ["--num_gpus", str(plan.launch.world_size)] if plan.launch.world_size > 1 else []
-    if plan.launch.world_size > plan.launch.local_world_size:
+    ranks = plan.launch.world_size
+    if ranks > plan.launch.local_world_size:
         world = ["--hostfile", "hostfile"]
+    elif plan.device_type == "cuda":  # without a word the launcher would take all of the host's GPUs
+        world = ["--include", f"localhost:{','.join(gpu_names(range(ranks)))}"]
+    else:
+        world = ["--num_gpus", str(ranks)] if ranks > 1 else []
     script = Path(sys.argv[0]).resolve()
     return shlex.join([_short(launcher), *world, _short(script), *words])
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from model.config import ConfigError, ModelConfig
 from model.hf_layout import FilePart, file_parts
 from model.hf_weights import INDEX, SINGLE, WeightsError, parts_of_folder, parts_of_state
+from model.moe import iter_routers
 from model.transformer import DeepseekForCausalLM
 from recipes.config.errors import UserError
 from recipes.training.checkpoint_weights import load_model_state
@@ -67,8 +68,11 @@ def load_trained_model(
     """
     choose_grouped_products(device)
     config = without_mtp(weights.config)
-    with torch.device(device):
+    with torch.device("meta"):  # nothing is held twice, nor in another dtype first
         model = DeepseekForCausalLM(config).to(dtype)
+    model = model.to_empty(device=device)
+    for _, router in iter_routers(model):
+        router.tokens_per_expert.zero_()
     state = model.state_dict()
     try:
         source = weights.source(config)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from recipes.cluster.launch import gpu_names
 from recipes.config.run_config import REPOSITORY
 
 POLL_SECONDS = 0.5
@@ -46,7 +47,7 @@ def run_trial(
     Args:
         words: flags of pretrain.py, without --output_dir.
         folder: the run's; what an earlier try left in it is deleted.
-        devices: the GPUs to use; None: the launcher's choice.
+        devices: the GPUs to use, as torch counts them; None: the launcher's choice.
         keep_going: (step, loss) -> False to stop the run; the loss is that of the newest evaluation, or without one
             the mean of the last steps.
     Raises:
@@ -55,7 +56,7 @@ def run_trial(
     folder.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(folder / "run", ignore_errors=True)
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--master_port", str(_free_port())]
-    where = ["--include", f"localhost:{','.join(map(str, devices))}"] if devices else ["--num_gpus", str(ranks)]
+    where = ["--include", f"localhost:{','.join(gpu_names(devices))}"] if devices else ["--num_gpus", str(ranks)]
     script = str(REPOSITORY / "recipes" / "pretrain.py")
     fresh = ["--output_dir", str(folder / "run"), "--resume", "never"]
     metrics = folder / "run" / "metrics.jsonl"

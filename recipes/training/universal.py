@@ -17,11 +17,14 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from deepspeed.utils import logger
 from torch import Tensor
 from tqdm import tqdm
 
+from model.config import ModelConfig
+from model.transformer import DeepseekForCausalLM
 from recipes.config.errors import TrainingFault
 from recipes.data.corpus import hash_file
 from recipes.data.lock import DEAD_AFTER_SECONDS, held_lock
@@ -69,7 +72,8 @@ def convert(checkpoint: Path, target: Path, autoep: bool | None = None, *, worke
 
     Args:
         autoep: whether AutoEP's blocks will load it; None: as when it was saved.
-        workers: processes that take the ranks' files apart; default: one a core.
+        workers: processes that take the ranks' files apart and put parameters together; default: one a core, as far as
+            their memory goes.
     Raises:
         TrainingFault: DeepSpeed's converter failed, or cannot convert such a checkpoint.
     """
@@ -86,7 +90,7 @@ def convert(checkpoint: Path, target: Path, autoep: bool | None = None, *, worke
         if state.zero_stage == 0:
             _convert_unpartitioned(checkpoint, aside)
         else:
-            _run_converter(checkpoint, aside, workers or len(os.sched_getaffinity(0)))
+            _run_converter(checkpoint, aside, workers)
             if state.zero_stage == 3:
                 _wrap_values(aside / "zero")
         kind = state.autoep_size > 0 if autoep is None else autoep
@@ -123,7 +127,23 @@ def wait_until_converted(checkpoint: Path, target: Path, autoep: bool | None = N
         time.sleep(0.5)
 
 
-def _run_converter(checkpoint: Path, output: Path, workers: int) -> None:
+def converter_workers(checkpoint: Path, available: int, cores: int) -> tuple[int, int]:
+    """(Processes that take the ranks' files apart, processes that put parameters together), one at least.
+
+    The former hold one rank's file, the latter one parameter in float32 in parts and as a whole.
+
+    Args:
+        available: main memory [bytes].
+    """
+    file = max(path.stat().st_size for path in checkpoint.glob("*.pt"))
+    with torch.device("meta"):
+        model = DeepseekForCausalLM(ModelConfig.from_file(checkpoint / "config.json"))
+    parameter = 4 * max(parameter.numel() for parameter in model.parameters())
+    extract, merge = (min(cores, available // (2 * size)) for size in (file, parameter))
+    return max(1, extract), max(1, merge)
+
+
+def _run_converter(checkpoint: Path, output: Path, workers: int | None) -> None:
     """DeepSpeed's ds_to_universal, with its progress bars on the console.
 
     In a process of its own, because its workers are forked, which a process with communication threads must not be;
@@ -139,10 +159,19 @@ def _run_converter(checkpoint: Path, output: Path, workers: int) -> None:
         with contextlib.redirect_stdout(io.StringIO()):
             ds_to_universal.main(arguments)
     else:
+        available, cores = psutil.virtual_memory().available, len(os.sched_getaffinity(0))
+        extract, merge = (workers, workers) if workers else converter_workers(checkpoint, available, cores)
+        size = sum(path.stat().st_size for path in checkpoint.glob("*.pt"))
+        print(
+            f"converting {checkpoint}: {size / 1e9:,.1f} GB, by {extract} processes and then {merge}; of a large "
+            "checkpoint this may be done ahead of the resume: python recipes/checkpoint.py convert",
+            file=sys.stderr,
+            flush=True,
+        )
         # its package imports the module that -m then runs, which Python warns of
         words = [sys.executable, "-W", "ignore::RuntimeWarning", "-m", "deepspeed.checkpoint.ds_to_universal"]
         words += ["--input_folder", str(checkpoint), "--output_folder", str(output)]
-        words += ["--num_extract_workers", str(workers), "--num_merge_workers", str(workers)]
+        words += ["--num_extract_workers", str(extract), "--num_merge_workers", str(merge)]
         # It works with tensors in host memory alone, and is no rank of this job.
         job = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         environment = {name: value for name, value in os.environ.items() if name not in job}

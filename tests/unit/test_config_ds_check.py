@@ -94,6 +94,12 @@ CASES = [
         "zero_optimization.offload_param.device", "async_io",
     ),
     (
+        ["optimizer.params.torch_adam=true", "zero_optimization.stage=3",
+         'zero_optimization.offload_param={"device":"nvme","nvme_path":"/n"}'],
+        {"async_io_available": True, "device_type": "cuda", "nvcc_available": False},
+        "zero_optimization.offload_param.device", "no nvcc",
+    ),
+    (
         ['zero_optimization.offload_optimizer={"device":"nvme","nvme_path":"/n"}'], {"async_io_available": True},
         'zero_optimization.offload_optimizer.device: "nvme" at stage', "write stage 3",
     ),

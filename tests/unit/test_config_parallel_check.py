@@ -151,6 +151,13 @@ def test_flags_that_shared_sequences_do_not_go_with(flag, setting):
     assert flag_faults(GOOD, SimpleNamespace(**{flag: 1})) == []
 
 
+def test_flags_that_shared_experts_do_not_go_with():
+    config = apply_overrides(GOOD, ["expert_parallel.enabled=true", "expert_parallel.autoep_size=2"])
+    faults = flag_faults(config, SimpleNamespace(log_group_norms=True, ema_decay=0.9))
+    assert [fault.split()[0] for fault in faults] == ["--log_group_norms", "--ema_decay"]
+    assert flag_faults(config, SimpleNamespace(log_group_norms=False, ema_decay=None)) == []
+
+
 @pytest.mark.parametrize("name", ["deepseek_moe_16b", "v2_lite", "v2", "v3"])
 def test_one_preset_of_autoeps_is_named_for_every_model(name):
     """DeepSeekMoE's model_type is none of AutoEP's, and several of its presets would match the modules."""
