@@ -27,7 +27,8 @@ from recipes.config.errors import EXIT_USER_ERROR
 POLL_SECONDS = 0.2
 BEAT_SECONDS = 2.0
 LOST_SECONDS = 25.0  # a host that gave no sign of life for so long is lost
-JOIN_SECONDS = 300.0  # in which every rank must have begun, after rank 0 has
+JOIN_SECONDS = 300.0  # in which every rank must have begun, after rank 0 has, and
+JOIN_SECONDS_A_RANK = 0.1  # for each: thousands that import from one shared folder take longer
 POST_SECONDS = 4.0  # in which a cause is agreed upon, or this host's own view stands
 GRACE_SECONDS = 5.0  # in which a rank that was told to end must have, before it is killed
 STOP_SECONDS = 20.0  # the same, where it may save: DeepSpeed's launcher gives 30 s
@@ -255,6 +256,7 @@ class Monitor:
         now = time.monotonic()
         self._seen: list[tuple[str, float]] = [("", now)] * world_size
         self._last_look = now
+        self._join_seconds = JOIN_SECONDS + JOIN_SECONDS_A_RANK * world_size
 
     def lost(self, beats: list[str]) -> Cause | None:
         """The cause that ends the job, where ranks are lost."""
@@ -265,9 +267,10 @@ class Monitor:
                 self._seen[rank] = (beats[rank], now)
             elif pause > LOST_SECONDS / 2:  # it was this process that stood still
                 self._seen[rank] = (sign, since + pause)
-        missing = [rank for rank, (sign, since) in enumerate(self._seen) if not sign and now - since > JOIN_SECONDS]
+        limit = self._join_seconds
+        missing = [rank for rank, (sign, since) in enumerate(self._seen) if not sign and now - since > limit]
         if missing:
-            text = f"has not begun {JOIN_SECONDS:.0f} s after rank 0: see its host's own output{_others(missing)}"
+            text = f"has not begun {limit:.0f} s after rank 0: see its host's own output{_others(missing)}"
             return Cause(missing[0], "a host that is not known", text)
         silent = [
             rank

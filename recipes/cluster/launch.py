@@ -60,8 +60,11 @@ def gpu_names(indices: Iterable[int]) -> list[str]:
 
     With --include or --num_gpus it drops CUDA_VISIBLE_DEVICES, and counts all of the host's.
     """
-    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    return [visible[index] if visible else str(index) for index in indices]
+    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    places = list(indices)
+    if max(places) >= len(visible) or not all(name.isdigit() for name in visible):
+        return [str(place) for place in places]  # not set, or by the GPUs' UUIDs, which the launcher does not take
+    return [visible[place] for place in places]
 
 
 def device_dtypes() -> frozenset[str]:

@@ -117,7 +117,11 @@ class StallWatch:
 
     def _counts(self) -> dict[int, int]:
         """What every rank has said, in one request: with one a rank, thousands of ranks would each ask thousands."""
-        said = self._store.multi_get([str(rank) for rank in range(self._ranks)])
+        keys = [str(rank) for rank in range(self._ranks)]
+        if self._store.check(keys):
+            said = self._store.multi_get(keys)
+        else:  # some rank has not come so far as to speak; to ask for its word would be to wait for it
+            said = [self._store.get(key) if self._store.check([key]) else _UNKNOWN for key in keys]
         return {rank: int(count) for rank, count in enumerate(said)}
 
     def _is_waiting(self) -> bool:

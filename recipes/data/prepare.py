@@ -65,13 +65,10 @@ def prepare(
     given = load_tokenizer(tokenizer) if tokenizer is not None else None
     fingerprint, fingerprinted = fingerprint_of(found.files, settings, given)
     output = Path(output)
-
-    def done() -> bool:
-        return reusable(output, fingerprint, fingerprinted, overwrite)
-
+    lock = output.with_name(output.name + ".lock")
     try:
-        with held_lock(output.with_name(output.name + ".lock"), f"prepare {output}", report, done):
-            if not done():
+        with held_lock(lock, f"prepare {output}", report, done=lambda: made_from(output, fingerprint)):
+            if not reusable(output, fingerprint, fingerprinted, overwrite):
                 for note in found.notes:
                     report(f"note: {note}")
                 parts = (inputs, found, output, settings, given, fingerprint, fingerprinted, show_progress, report)
@@ -188,6 +185,14 @@ def hash_settings(shown: dict[str, Any]) -> str:
 
 def hash_tokenizer(tokenizer: PreTrainedTokenizerFast) -> str:
     return hashlib.sha256(f"{encoder_json(tokenizer)} {tokenizer.eos_token_id}".encode()).hexdigest()
+
+
+def made_from(output: Path, fingerprint: str) -> bool:
+    """Whether a folder is prepared from just these inputs and settings; may be asked while another process writes."""
+    try:
+        return is_prepared(output) and Manifest.read(output).fingerprint == fingerprint
+    except (UserError, OSError):
+        return False
 
 
 def reusable(output: Path, fingerprint: str, shown: dict[str, Any], overwrite: bool) -> bool:

@@ -188,7 +188,7 @@ class CheckpointWriter:
             CheckpointError: a rank could not write; earlier checkpoints are untouched.
         """
         begin = time.perf_counter()
-        self.finish()
+        self.close()  # there is room for one checkpoint more than are kept, not for two
         target = self._folder / checkpoint_name(state.step)
         aside = target.with_name(target.name + PARTIAL_SUFFIX)
         if self._rank == 0:

@@ -99,7 +99,7 @@ class MetricsWriter:
 
 def _bytes_to_step(path: Path, step: int) -> int:
     """How much of a metrics.jsonl belongs to steps up to `step`. Read from its end: a long run's has gigabytes, and its
-    steps never go down."""
+    lines stand in the order in which things happened."""
     if not path.stat().st_size:
         return 0
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:

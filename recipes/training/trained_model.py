@@ -71,6 +71,8 @@ def load_trained_model(
     with torch.device("meta"):  # nothing is held twice, nor in another dtype first
         model = DeepseekForCausalLM(config).to(dtype)
     model = model.to_empty(device=device)
+    if config.tie_word_embeddings:  # to_empty made two of the one table
+        model.lm_head.weight = model.model.embed_tokens.weight
     for _, router in iter_routers(model):
         router.tokens_per_expert.zero_()
     state = model.state_dict()

@@ -17,7 +17,7 @@ import pytest
 from recipes.config.errors import UserError
 from recipes.data import cutting, encode, preparation, sources
 from recipes.data.corpus import Manifest, PreparedCorpus
-from recipes.data.prepare import prepare, prepare_all
+from recipes.data.prepare import made_from, prepare, prepare_all
 from recipes.data.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 
 TEXTS = [f"def f{number}(x):\n    return x * {number}, 'a \"quoted\" naïve, 漢字 {number}'\n" for number in range(60)]
@@ -335,3 +335,12 @@ def test_tokenizing_processes_import_neither_torch_nor_transformers():
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_a_folder_that_is_just_being_written_is_not_done_and_no_mistake(tmp_path):
+    assert not made_from(tmp_path / "corpus", "x")
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "train.ends").touch()
+    assert not made_from(tmp_path / "corpus", "x")
+    (tmp_path / "corpus" / "manifest.json").write_text('{"format"')
+    assert not made_from(tmp_path / "corpus", "x")

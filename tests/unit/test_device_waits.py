@@ -1,6 +1,7 @@
 """A rank on a GPU waits for others after the collective's call has returned; the stall watch must see that."""
 
 import threading
+from datetime import timedelta
 
 import pytest
 import torch
@@ -49,3 +50,13 @@ def test_a_rank_waits_while_its_gpu_is_inside_a_collective(monkeypatch, watch):
     finally:
         clock.remove()
     assert not watch._is_waiting(), "a clock that was removed is asked no more"
+
+
+def test_a_rank_that_has_never_spoken_is_not_waited_for(watch):
+    watch._store, watch._ranks = torch.distributed.HashStore(), 3
+    watch._store.set_timeout(timedelta(seconds=2))
+    watch._store.set("0", "7")
+    watch._store.set("2", "-1")
+    assert watch._counts() == {0: 7, 1: -1, 2: -1}
+    watch._store.set("1", "6")
+    assert watch._counts() == {0: 7, 1: 6, 2: -1}

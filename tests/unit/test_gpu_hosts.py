@@ -1,5 +1,6 @@
 """What only a host with GPUs would show, tried where the decision is made."""
 
+import dataclasses
 import sys
 from types import SimpleNamespace
 
@@ -20,6 +21,9 @@ def test_gpus_are_named_as_the_launcher_counts_them(monkeypatch):
     assert gpu_names([0, 3]) == ["0", "3"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, 6,7")
     assert gpu_names([0, 2]) == ["4", "7"]
+    assert gpu_names([0, 3]) == ["0", "3"]  # one GPU bound to each task names too few
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-5ebe9f43,GPU-ac33420d")
+    assert gpu_names([1]) == ["1"]
 
 
 @pytest.mark.parametrize(
@@ -77,8 +81,9 @@ def test_a_kernel_is_listed_once():
     assert [line.split() for line in table[1:]] == [["aten::mm", "1", "3.0", "100.0%"]]
 
 
-def test_a_trained_model_is_never_on_the_device_in_another_dtype(monkeypatch):
-    config, made = load_model_config("tiny"), []
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_trained_model_is_never_on_the_device_in_another_dtype(monkeypatch, tied):
+    config, made = dataclasses.replace(load_model_config("tiny"), tie_word_embeddings=tied), []
 
     class Watched(DeepseekForCausalLM):
         def __init__(self, config):
@@ -94,6 +99,9 @@ def test_a_trained_model_is_never_on_the_device_in_another_dtype(monkeypatch):
     model = trained_model.load_trained_model(weights, device="cpu", dtype=torch.bfloat16)
     assert made and all(parameter.is_meta for parameter in made)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    for name, theirs in source.state_dict().items():
+        assert torch.equal(theirs.to(model.state_dict()[name].dtype), model.state_dict()[name]), name
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
     for (name, theirs), ours in zip(source.named_buffers(), model.buffers(), strict=True):
         assert theirs.dtype == ours.dtype and torch.equal(theirs, ours), name
 

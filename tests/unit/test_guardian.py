@@ -61,6 +61,13 @@ def test_a_rank_that_never_begins(monitor):
     assert cause.rank == 1 and "has not begun" in cause.text and "up to rank 2" in cause.text
 
 
+def test_thousands_of_ranks_may_take_longer_to_begin(monitor):
+    _, clock = monitor
+    large = Monitor(2000), clock
+    assert after(*large, JOIN_SECONDS + 190, ["beats", *[""] * 1999]) is None
+    assert "has not begun 500 s after rank 0" in after(*large, 20, ["beats", *[""] * 1999]).text
+
+
 def test_a_machine_that_stood_still_accuses_nobody(monitor):
     watching, clock = monitor
     assert after(watching, clock, 10, ["node1 1", "beats", "beats"]) is None
