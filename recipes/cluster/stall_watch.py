@@ -121,7 +121,7 @@ class StallWatch:
         if self._store.check(keys):
             said = self._store.multi_get(keys)
         else:  # some rank has not come so far as to speak; to ask for its word would be to wait for it
-            said = [self._store.get(key) if self._store.check([key]) else _UNKNOWN for key in keys]
+            said = [self._store.get(key) if self._store.check([key]) else str(_UNKNOWN).encode() for key in keys]
         return {rank: int(count) for rank, count in enumerate(said)}
 
     def _is_waiting(self) -> bool:

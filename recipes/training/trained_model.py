@@ -72,7 +72,7 @@ def load_trained_model(
         model = DeepseekForCausalLM(config).to(dtype)
     model = model.to_empty(device=device)
     if config.tie_word_embeddings:  # to_empty made two of the one table
-        model.lm_head.weight = model.model.embed_tokens.weight
+        model.lm_head.register_parameter("weight", model.model.embed_tokens.get_parameter("weight"))
     for _, router in iter_routers(model):
         router.tokens_per_expert.zero_()
     state = model.state_dict()
