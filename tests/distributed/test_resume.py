@@ -116,8 +116,12 @@ def test_every_stage_and_precision_resumes_to_the_bit(tmp_path, small_corpus, sm
     run_ranks(["tests/distributed/train_runs.py", str(listing)], ranks=ranks)
     for kind in kinds:
         shutil.copytree(tmp_path / kind, tmp_path / f"{kind}_resumed")
-        for later in ("step_00000015", "step_00000020"):
-            shutil.rmtree(tmp_path / f"{kind}_resumed" / "checkpoints" / later)
+        saved = sorted((tmp_path / f"{kind}_resumed" / "checkpoints").glob("step_*"))
+        # In fp16 a save waits while the loss scale moves, so which steps are saved hangs on the text.
+        later = [folder for folder in saved if folder.name > "step_00000010"]
+        assert later and len(later) < len(saved), f"{kind}: nothing to resume from, or nothing left to do: {saved}"
+        for folder in later:
+            shutil.rmtree(folder)
     listing.write_text(json.dumps(halves))
     run_ranks(["tests/distributed/train_runs.py", str(listing)], ranks=ranks)
     for kind in kinds:
