@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from model.causal_attention import CausalAttentionFunction, beats_fused
 from model.config import ModelConfig
+from model.cpu_bf16 import Linear, widens
 from model.layers import RMSNorm
 from model.rope import apply_rotary, softmax_scale
 
@@ -21,9 +22,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor
     Returns:
         (B, S, N * Dv)
     """
-    value_dim = value.shape[-1]
+    value_dim, dtype = value.shape[-1], query.dtype
     if query.device.type == "cpu" and mask is None and beats_fused(query.shape[2], query.dtype):
         return CausalAttentionFunction.apply(query, key, value, scale).transpose(1, 2).flatten(2)
+    if widens(query, query.shape[2]):
+        query, key, value = query.float(), key.float(), value.float()
     if value_dim != query.shape[-1]:
         # The fused kernels take one head size only; zeros in the values add nothing to the kept part.
         width = max(value_dim, query.shape[-1])
@@ -32,7 +35,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor
             x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value)
         )
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale)
-    return out[..., :value_dim].transpose(1, 2).flatten(2)  # (B, N, S, Dv) -> (B, S, N * Dv)
+    return out[..., :value_dim].to(dtype).transpose(1, 2).flatten(2)  # (B, N, S, Dv) -> (B, S, N * Dv)
 
 
 def document_mask(document_ids: Tensor) -> Tensor:
@@ -121,15 +124,15 @@ class MultiheadLatentAttention(nn.Module):
         query_size = self.heads * config.qk_head_dim
         self.compresses_queries = config.q_lora_rank is not None
         if config.q_lora_rank is None:
-            self.q_proj = nn.Linear(config.hidden_size, query_size, bias=False)
+            self.q_proj = Linear(config.hidden_size, query_size)
         else:
-            self.q_a_proj = nn.Linear(config.hidden_size, config.q_lora_rank, bias=False)
+            self.q_a_proj = Linear(config.hidden_size, config.q_lora_rank)
             self.q_a_layernorm = RMSNorm(config.q_lora_rank, _LATENT_NORM_EPS)
-            self.q_b_proj = nn.Linear(config.q_lora_rank, query_size, bias=False)
-        self.kv_a_proj_with_mqa = nn.Linear(config.hidden_size, self.latent_dim + self.rope_dim, bias=False)
+            self.q_b_proj = Linear(config.q_lora_rank, query_size)
+        self.kv_a_proj_with_mqa = Linear(config.hidden_size, self.latent_dim + self.rope_dim)
         self.kv_a_layernorm = RMSNorm(self.latent_dim, _LATENT_NORM_EPS)
-        self.kv_b_proj = nn.Linear(self.latent_dim, self.heads * (self.nope_dim + self.value_dim), bias=False)
-        self.o_proj = nn.Linear(self.heads * self.value_dim, config.hidden_size, bias=False)
+        self.kv_b_proj = Linear(self.latent_dim, self.heads * (self.nope_dim + self.value_dim))
+        self.o_proj = Linear(self.heads * self.value_dim, config.hidden_size)
 
     def forward(
         self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LatentCache | None = None
@@ -221,10 +224,10 @@ class MultiheadAttention(nn.Module):
         self.heads = config.num_attention_heads
         self.interleave = config.rope_interleave
         self.scale = softmax_scale(config)
-        self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.q_proj = Linear(config.hidden_size, config.hidden_size)
+        self.k_proj = Linear(config.hidden_size, config.hidden_size)
+        self.v_proj = Linear(config.hidden_size, config.hidden_size)
+        self.o_proj = Linear(config.hidden_size, config.hidden_size)
 
     def forward(
         self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LatentCache | None = None

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from model.cpu_bf16 import widens
+
 # Up to here the probabilities are kept for the backward pass, B * N * S^2 / 2 numbers a layer; beyond, it computes them
 # once more.
 _KEPT_LENGTH = 512
@@ -28,43 +30,51 @@ def beats_fused(length: int, dtype: torch.dtype) -> bool:
 class CausalAttentionFunction(torch.autograd.Function):
     """softmax(query key^T * scale) value, the future masked, block of queries by block; softmax in at least float32.
 
+    Where a CPU multiplies bfloat16 slowly all of it happens in float32, but what is kept for the backward pass.
+
     query, key: (B, N, S, D). value: (B, N, S, Dv). Returns (B, N, S, Dv).
     """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         batch = query.shape[:2]
-        query, key, value = (x.flatten(0, 1) for x in (query, key, value))  # (B, N, S, D) -> (B * N, S, D)
+        query, key, value = given = tuple(x.flatten(0, 1) for x in (query, key, value))  # (B, N, ...) -> (B * N, ...)
+        if widens(query):
+            query, key, value = (x.float() for x in given)
         out = query.new_empty(*query.shape[:2], value.shape[2])
         kept = []
         for start, end in _blocks(query.shape[1]):
             probabilities = _probabilities(query[:, start:end], key[:, :end], scale)
             out[:, start:end] = probabilities @ value[:, :end]
             if query.shape[1] <= _KEPT_LENGTH:
-                kept.append(probabilities)
-        ctx.save_for_backward(query, key, value, *kept)
+                kept.append(probabilities.to(given[0].dtype))
+        ctx.save_for_backward(*given, *kept)
         ctx.scale = scale
-        return out.unflatten(0, batch)
+        return out.to(given[0].dtype).unflatten(0, batch)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, *kept = ctx.saved_tensors
-        batch = grad_out.shape[:2]
+        batch, dtype = grad_out.shape[:2], grad_out.dtype
         grad_out = grad_out.flatten(0, 1)
+        if widens(query):
+            query, key, value, grad_out = (x.float() for x in (query, key, value, grad_out))
         wide = torch.promote_types(query.dtype, torch.float32)
         grad_query = torch.empty_like(query)
         grad_key, grad_value = (torch.zeros_like(x, dtype=wide) for x in (key, value))
         for number, (start, end) in enumerate(_blocks(query.shape[1])):
             query_block, grad_block = query[:, start:end], grad_out[:, start:end]
-            probabilities = kept[number] if kept else _probabilities(query_block, key[:, :end], ctx.scale)
+            probabilities = (
+                kept[number].to(query.dtype) if kept else _probabilities(query_block, key[:, :end], ctx.scale)
+            )
             grad_probabilities = grad_block @ value[:, :end].mT
             grad_scores = torch._softmax_backward_data(grad_probabilities, probabilities, -1, query.dtype)
             grad_query[:, start:end] = (grad_scores @ key[:, :end]).mul_(ctx.scale)
             _add_product(grad_key[:, :end], grad_scores.mT, query_block, ctx.scale)
             _add_product(grad_value[:, :end], probabilities.mT, grad_block, 1.0)
-        grads = (grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype))
-        return (*(grad.unflatten(0, batch) for grad in grads), None)
+        grads = (grad_query, grad_key, grad_value)
+        return (*(grad.to(dtype).unflatten(0, batch) for grad in grads), None)
 
 
 def _probabilities(query: Tensor, key: Tensor, scale: float) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from model.config import ModelConfig
+from model.cpu_bf16 import widens
 
 # Shape letters: T tokens, K experts a token, N rows sorted by expert (T * K or some more), E experts,
 # H hidden, I intermediate.
@@ -64,7 +65,7 @@ class _ExpertsFunction(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weights: Tensor, indices: Tensor, gate_up_proj: Tensor, down_proj: Tensor
     ) -> Tensor:
-        rows = rows_by_expert(indices, gate_up_proj.shape[0], hidden.dtype)
+        rows = rows_by_expert(indices, gate_up_proj.shape[0], fills_up(hidden, indices))
         gate_up_N2I = rows.multiply(rows.of_tokens(hidden), gate_up_proj.mT)
         gate_NI, up_NI = gate_up_N2I.chunk(2, dim=-1)
         weight_N1 = rows.spread(weights).to(hidden.dtype)
@@ -108,11 +109,19 @@ class _ExpertsFunction(torch.autograd.Function):
 _CPU_HALF_PRECISION_ROWS = 32
 
 
-def rows_by_expert(indices: Tensor, experts: int, dtype: torch.dtype) -> "ExpertRows":
+def fills_up(hidden: Tensor, indices: Tensor) -> bool:
+    """Whether that holds for products of (T, H) `hidden` with (T, K) choices of expert; few, as in decoding, are not
+    worth it."""
+    choices = indices.numel()
+    half = hidden.dtype not in (torch.float32, torch.float64)
+    return half and choices > _CPU_HALF_PRECISION_ROWS and not widens(hidden, choices)
+
+
+def rows_by_expert(indices: Tensor, experts: int, fill_up: bool) -> "ExpertRows":
     """Sort the choices by expert.
 
     Args:
-        indices: (T, K) experts of each token. dtype: of the matrices.
+        indices: (T, K) experts of each token. fill_up: the experts' rows, on a CPU, to a multiple.
     """
     counts = count_choices(indices, experts)
     order = indices.flatten().argsort(stable=True)  # (T * K,): sorted place -> place in (T, K)
@@ -123,8 +132,7 @@ def rows_by_expert(indices: Tensor, experts: int, dtype: torch.dtype) -> "Expert
         offsets = ends.to(torch.int32)
     else:
         multiple = _CPU_HALF_PRECISION_ROWS
-        # few tokens, as in decoding, are not worth filling up
-        if dtype not in (torch.float32, torch.float64) and order.numel() > multiple:
+        if fill_up:
             filled = (counts + multiple - 1) // multiple * multiple
             filled_ends = filled.cumsum(0)
             row += (filled_ends - filled - (ends - counts)).repeat_interleave(counts)
@@ -204,7 +212,7 @@ class ExpertRows:
             return self.grouped.multiply(rows[:], matrices, self.offsets)
         out = matrices.new_empty(len(self.token_of_row), matrices.shape[2])
         for expert, start, end in self.segments:
-            torch.mm(rows[start:end], matrices[expert], out=out[start:end])
+            self._product(rows[start:end], matrices[expert], out[start:end])
         return out
 
     def outer(self, left: "Tensor | _TokenRows", right: "Tensor | _TokenRows") -> Tensor:
@@ -214,8 +222,14 @@ class ExpertRows:
         new = left.new_empty if len(self.segments) == self.experts else left.new_zeros  # no rows: zeros
         out = new(self.experts, left.shape[1], right.shape[1])
         for expert, start, end in self.segments:
-            torch.mm(left[start:end].mT, right[start:end], out=out[expert])
+            self._product(left[start:end].mT, right[start:end], out[expert])
         return out
+
+    def _product(self, left: Tensor, right: Tensor, out: Tensor) -> None:
+        if widens(left, len(self.token_of_row)):
+            out.copy_(torch.mm(left.float(), right.float()))
+        else:
+            torch.mm(left, right, out=out)
 
 
 class _TokenRows:

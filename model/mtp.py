@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from model.config import ModelConfig
+from model.cpu_bf16 import Linear
 from model.decoder import DecoderLayer
 from model.layers import RMSNorm
 from model.losses import IGNORE_INDEX
@@ -33,7 +34,7 @@ class MultiTokenPredictionLayer(DecoderLayer):
         super().__init__(config, layer_index)
         self.enorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.hnorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.eh_proj = Linear(2 * config.hidden_size, config.hidden_size)
         self.shared_head = SharedHead(config)
 
     def predict(

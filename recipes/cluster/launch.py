@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from model.cpu_bf16 import multiplies_bf16_fast
 from recipes.cluster.host_memory import keep_freed_memory
 from recipes.cluster.op_builds import prepare_op_builds
 from recipes.cluster.slurm import srun_environment
@@ -87,10 +88,7 @@ def prefers_bf16() -> bool:
     """Whether bf16 is the precision of choice: on GPUs wherever they have it, on CPUs where it is the faster one."""
     if device_type() == "cuda":
         return "bf16" in device_dtypes()
-    has = torch.cpu.get_capabilities()
-    # Intel's AVX-512 BF16 alone multiplies at about half of fp32's rate, AMD's at twice of it (docs/log.md).
-    intel = str(has.get("cpu_name", "")).startswith("Intel")
-    return bool(has.get("amx_bf16") or (has.get("avx512_bf16") and not intel))
+    return multiplies_bf16_fast(torch.cpu.get_capabilities())
 
 
 def raise_open_files() -> None:

@@ -6,6 +6,8 @@ import time
 
 import torch
 
+from model.cpu_bf16 import widens
+
 # Dense peaks of matrix products, bf16 or fp16 in and fp32 sums, without sparsity [FLOP/s], by the word or words in
 # torch's name of the device; the first that fits counts, so a variant stands before its family. Sources: NVIDIA's data
 # sheet of each product, where a figure "with sparsity" is twice the one here; for GeForce NVIDIA's GA102, AD102 and
@@ -80,6 +82,8 @@ def measured_matmul_flops(device: torch.device, dtype: torch.dtype, least_second
 
 
 def _product_seconds(a: torch.Tensor) -> float:
+    if widens(a):  # as the model multiplies it
+        a = a.float()
     begin = time.perf_counter()
     a @ a
     if a.is_cuda:

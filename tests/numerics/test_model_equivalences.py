@@ -5,10 +5,11 @@ import torch
 import torch.nn.functional as F
 from model_cases import CASES, MOE_16B, V3, build_model, random_ids, relative_difference
 
+from model import cpu_bf16
 from model.attention import LatentCache, attend, document_mask
 from model.causal_attention import CausalAttentionFunction
 from model.config import ModelConfig
-from model.experts import RoutedExperts, rows_by_expert
+from model.experts import RoutedExperts, fills_up, rows_by_expert
 from model.moe import iter_routers
 
 MTP = V3 | {"num_nextn_predict_layers": 1, "balance_loss_alpha": 0.01}
@@ -166,7 +167,7 @@ def test_grouped_products_of_gpus_equal_those_of_cpus(dtype):
     """The branch that a GPU takes runs on a CPU too: an expert without rows, one with all others' share."""
     generator = torch.Generator().manual_seed(0)
     indices = torch.tensor([[0], [2], [2], [3], [2], [0], [2]])  # expert 1 has no row
-    by_expert, grouped = (rows_by_expert(indices, 4, torch.float32) for _ in range(2))
+    by_expert, grouped = (rows_by_expert(indices, 4, fill_up=False) for _ in range(2))
     grouped.offsets = torch.tensor([2, 2, 6, 7], dtype=torch.int32)
     left, right = (torch.randn(7, n, generator=generator).to(dtype) for n in (16, 24))
     matrices = torch.randn(4, 16, 24, generator=generator).to(dtype)
@@ -177,8 +178,11 @@ def test_grouped_products_of_gpus_equal_those_of_cpus(dtype):
     assert by_expert.outer(left, right)[1].abs().sum() == 0
 
 
-def test_rows_that_fill_up_add_nothing():
-    """In half precision on a CPU an expert's rows are filled up; outputs and gradients stay those of the plain sum."""
+@pytest.mark.parametrize("slow_bf16", [False, True])
+def test_rows_that_fill_up_add_nothing(slow_bf16, monkeypatch):
+    """In half precision on a CPU an expert's rows are filled up, unless they are multiplied in float32; outputs and
+    gradients stay those of the plain sum."""
+    monkeypatch.setattr(cpu_bf16, "_SLOW", slow_bf16)
     torch.manual_seed(0)
     experts = RoutedExperts(ModelConfig(**V3 | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1}))
     for parameter in experts.parameters():
@@ -190,7 +194,8 @@ def test_rows_that_fill_up_add_nothing():
     indices = torch.stack([torch.full((tokens,), 2), torch.where(torch.arange(tokens) < 10, 3, 0)], dim=1)
     weights = torch.rand(tokens, 2, requires_grad=True)
     grad = torch.randn(tokens, V3["hidden_size"]).bfloat16()
-    assert len(rows_by_expert(indices, 4, torch.bfloat16).token_of_row) == 32 + 160 + 160
+    rows = 2 * tokens if slow_bf16 else 32 + 160 + 160
+    assert len(rows_by_expert(indices, 4, fills_up(hidden, indices)).token_of_row) == rows
 
     inputs = [hidden, weights, experts.gate_up_proj, experts.down_proj]
     out = experts(hidden, indices, weights)
