@@ -20,7 +20,8 @@ def beats_fused(length: int, dtype: torch.dtype) -> bool:
 
     Measured on two cores with head sizes 96 and 64, by the fused kernel's time: float32 0.7 at 512, 0.97 at 1,024, 1.06
     at 2,048; bfloat16 0.45, 0.72, 0.77, and at 4,096 the same. With matrix units for bfloat16 (AMX), which the fused
-    kernel uses: 0.65 at 256 and 1.6 at 1,024.
+    kernel uses: 0.65 at 256 and 1.6 at 1,024. Where both multiply bfloat16 in float32: 0.95 at 1,024, 1.1 at 2,048, but
+    the fused kernel then keeps twice as much for the backward pass.
     """
     if dtype == torch.bfloat16:
         return length <= (_KEPT_LENGTH if _HAS_AMX else 2048)

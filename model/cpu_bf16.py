@@ -48,21 +48,22 @@ class Linear(nn.Linear):
 
 
 class _WideLinearFunction(torch.autograd.Function):
-    """Keeps for its backward pass what it was given, where recorded conversions would keep float32 copies."""
+    """Keeps for its backward pass no more than F.linear would, where recorded conversions would keep float32 copies."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(input, weight)
+        for_input, for_weight = ctx.needs_input_grad
+        ctx.save_for_backward(input if for_weight else None, weight if for_input else None)
         return F.linear(input.float(), weight.float()).to(input.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         input, weight = ctx.saved_tensors
-        wide_grad = grad.flatten(0, -2).float()  # (R, out)
+        wide_grad = grad.float()  # (..., out)
         grad_input = grad_weight = None
-        if ctx.needs_input_grad[0]:
-            grad_input = (wide_grad @ weight.float()).to(input.dtype).view_as(input)
-        if ctx.needs_input_grad[1]:
-            grad_weight = (wide_grad.mT @ input.flatten(0, -2).float()).to(weight.dtype)
+        if weight is not None:
+            grad_input = (wide_grad @ weight.float()).to(grad.dtype)
+        if input is not None:
+            grad_weight = (wide_grad.flatten(0, -2).mT @ input.flatten(0, -2).float()).to(grad.dtype)  # (out, in)
         return grad_input, grad_weight

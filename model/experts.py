@@ -110,11 +110,9 @@ _CPU_HALF_PRECISION_ROWS = 32
 
 
 def fills_up(hidden: Tensor, indices: Tensor) -> bool:
-    """Whether that holds for products of (T, H) `hidden` with (T, K) choices of expert; few, as in decoding, are not
-    worth it."""
-    choices = indices.numel()
+    """Whether an expert's rows are filled up: not for few choices, as in decoding. (T, H) `hidden`, (T, K) choices."""
     half = hidden.dtype not in (torch.float32, torch.float64)
-    return half and choices > _CPU_HALF_PRECISION_ROWS and not widens(hidden, choices)
+    return half and indices.numel() > _CPU_HALF_PRECISION_ROWS and not widens(hidden)
 
 
 def rows_by_expert(indices: Tensor, experts: int, fill_up: bool) -> "ExpertRows":
@@ -226,7 +224,7 @@ class ExpertRows:
         return out
 
     def _product(self, left: Tensor, right: Tensor, out: Tensor) -> None:
-        if widens(left, len(self.token_of_row)):
+        if len(self.token_of_row) > _CPU_HALF_PRECISION_ROWS and widens(left):
             out.copy_(torch.mm(left.float(), right.float()))
         else:
             torch.mm(left, right, out=out)

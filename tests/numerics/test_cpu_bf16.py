@@ -80,7 +80,10 @@ def test_a_linear_layer_rounds_once(slow_bf16, trained):
     layer.weight.requires_grad_(trained != "input")
     x.requires_grad_(trained != "weight")
     grad = torch.randn(2, 64, 80).bfloat16()
-    out = layer(x)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.dtype) or t, lambda t: t):
+        out = layer(x)
+    assert kept == [torch.bfloat16] * (2 if trained == "both" else 1)  # no more than F.linear keeps
     out.backward(grad)
     wide_x, wide_weight, wide_grad = (t.detach().double() for t in (x, layer.weight, grad))
     truths = [

@@ -196,6 +196,8 @@ def test_rows_that_fill_up_add_nothing(slow_bf16, monkeypatch):
     grad = torch.randn(tokens, V3["hidden_size"]).bfloat16()
     rows = 2 * tokens if slow_bf16 else 32 + 160 + 160
     assert len(rows_by_expert(indices, 4, fills_up(hidden, indices)).token_of_row) == rows
+    assert not fills_up(hidden[:16], indices[:16]), "few choices are not filled up"
+    assert fills_up(hidden[:24], indices[:24]) is not slow_bf16
 
     inputs = [hidden, weights, experts.gate_up_proj, experts.down_proj]
     out = experts(hidden, indices, weights)
