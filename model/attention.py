@@ -6,9 +6,9 @@ from torch import Tensor, nn
 
 from model.causal_attention import CausalAttentionFunction, beats_fused
 from model.config import ModelConfig
-from model.cpu_bf16 import Linear, widens
 from model.layers import RMSNorm
 from model.rope import apply_rotary, softmax_scale
+from model.wide_products import Linear, widens
 
 # Local names: B batch, S new tokens, L tokens attended to, N heads, D head size, C kv_lora_rank, R rotary part.
 

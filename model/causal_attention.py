@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from model.cpu_bf16 import widens
+from model.wide_products import widens
 
 # Up to here the probabilities are kept for the backward pass, B * N * S^2 / 2 numbers a layer; beyond, it computes them
 # once more.

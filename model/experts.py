@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from model.config import ModelConfig
-from model.cpu_bf16 import widens
+from model.wide_products import widens
 
 # Shape letters: T tokens, K experts a token, N rows sorted by expert (T * K or some more), E experts,
 # H hidden, I intermediate.

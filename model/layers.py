@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from model.cpu_bf16 import Linear
+from model.wide_products import Linear
 
 
 class RMSNorm(nn.Module):

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from model.cpu_bf16 import widens
+from model.wide_products import widens
 
 IGNORE_INDEX = -100
 # Of logits held at a time, were they float32. Measured on a CPU, where the vocabulary is 16,384: a quarter makes the

@@ -1,16 +1,15 @@
 """The mixture of experts: routing, its balancing bias and its update, and the sequence-wise balance loss."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from model.config import ModelConfig
 from model.experts import RoutedExperts, count_choices
 from model.layers import SwiGLU
+from model.wide_products import wide_linear
 
 # Shape letters: B sequences, S tokens a sequence, T = B * S, E experts, K experts a token, G groups of experts.
 
@@ -157,25 +156,7 @@ class TopkRouter(Router):
 
 def wide_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """(T, H), (E, H) -> (T, E) in at least float32, which routing needs also where the model computes in less."""
-    return _WideLogitsFunction.apply(hidden, weight)
-
-
-class _WideLogitsFunction(torch.autograd.Function):
-    """Keeps for its backward pass what it was given, where a recorded conversion would keep all hidden states wide."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden, weight)
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
-        return F.linear(hidden.to(dtype), weight.to(dtype))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        hidden, weight = ctx.saved_tensors
-        grad_hidden = grad @ weight.to(grad.dtype)
-        grad_weight = grad.mT @ hidden.to(grad.dtype)
-        return grad_hidden.to(hidden.dtype), grad_weight.to(weight.dtype)
+    return wide_linear(hidden, weight, torch.promote_types(hidden.dtype, torch.float32))
 
 
 class DeepseekMoE(nn.Module):

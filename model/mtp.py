@@ -4,11 +4,11 @@ import torch
 from torch import Tensor, nn
 
 from model.config import ModelConfig
-from model.cpu_bf16 import Linear
 from model.decoder import DecoderLayer
 from model.layers import RMSNorm
 from model.losses import IGNORE_INDEX
 from model.moe import RoutingStatistics
+from model.wide_products import Linear
 
 
 class SharedHead(nn.Module):

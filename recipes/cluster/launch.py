@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from model.cpu_bf16 import multiplies_bf16_fast
+from model.wide_products import multiplies_bf16_fast
 from recipes.cluster.host_memory import keep_freed_memory
 from recipes.cluster.op_builds import prepare_op_builds
 from recipes.cluster.slurm import srun_environment

@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from model.cpu_bf16 import widens
+from model.wide_products import widens
 
 # Dense peaks of matrix products, bf16 or fp16 in and fp32 sums, without sparsity [FLOP/s], by the word or words in
 # torch's name of the device; the first that fits counts, so a variant stands before its family. Sources: NVIDIA's data

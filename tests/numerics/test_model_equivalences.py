@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from model_cases import CASES, MOE_16B, V3, build_model, random_ids, relative_difference
 
-from model import cpu_bf16
+from model import wide_products
 from model.attention import LatentCache, attend, document_mask
 from model.causal_attention import CausalAttentionFunction
 from model.config import ModelConfig
@@ -182,7 +182,7 @@ def test_grouped_products_of_gpus_equal_those_of_cpus(dtype):
 def test_rows_that_fill_up_add_nothing(slow_bf16, monkeypatch):
     """In half precision on a CPU an expert's rows are filled up, unless they are multiplied in float32; outputs and
     gradients stay those of the plain sum."""
-    monkeypatch.setattr(cpu_bf16, "_SLOW", slow_bf16)
+    monkeypatch.setattr(wide_products, "_BF16_IS_SLOW", slow_bf16)
     torch.manual_seed(0)
     experts = RoutedExperts(ModelConfig(**V3 | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1}))
     for parameter in experts.parameters():

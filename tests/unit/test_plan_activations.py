@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from model import attention, cpu_bf16, experts
+from model import attention, experts, wide_products
 from model.config import ModelConfig
 from model.transformer import DeepseekForCausalLM
 from recipes.cluster.activations import activation_bytes
@@ -82,7 +82,7 @@ def measure(config, dtype, policy):
 def test_planned_is_measured(monkeypatch, name, dtype, policy):
     monkeypatch.setattr(experts, "_CPU_HALF_PRECISION_ROWS", 1)  # the plan is for GPUs, which fill up no rows
     monkeypatch.setattr(attention, "beats_fused", lambda *_: False)  # and take torch's fused attention
-    monkeypatch.setattr(cpu_bf16, "_SLOW", False)  # in the model's own dtype
+    monkeypatch.setattr(wide_products, "_BF16_IS_SLOW", False)  # in the model's own dtype
     config = ModelConfig.from_dict(BASE | MODELS[name])
     kept, peak = measure(config, dtype, policy)
     planned = activation_bytes(

@@ -1,4 +1,4 @@
-"""bfloat16 products on CPUs that multiply float32 faster: taken in float32, rounded once."""
+"""Products of half precision taken in float32: where they need it, and bfloat16's on CPUs that are faster so."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -26,12 +26,12 @@ def _is_slow(capabilities: Mapping[str, Any]) -> bool:
     return capabilities.get("architecture") == "x86_64" and not multiplies_bf16_fast(capabilities)
 
 
-_SLOW = _is_slow(torch.cpu.get_capabilities())  # asked once: torch.compile cannot ask it
+_BF16_IS_SLOW = _is_slow(torch.cpu.get_capabilities())  # asked once: torch.compile cannot ask it
 
 
 def widens(x: Tensor, rows: int = _LEAST_ROWS) -> bool:
     """Whether `rows` vectors of `x` are better multiplied in float32."""
-    return _SLOW and rows >= _LEAST_ROWS and x.dtype == torch.bfloat16 and x.device.type == "cpu"
+    return _BF16_IS_SLOW and rows >= _LEAST_ROWS and x.dtype == torch.bfloat16 and x.device.type == "cpu"
 
 
 class Linear(nn.Linear):
@@ -43,27 +43,37 @@ class Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features)."""
         if widens(input, input.shape[:-1].numel()):
-            return _WideLinearFunction.apply(input, self.weight)
+            return wide_linear(input, self.weight, input.dtype)
         return F.linear(input, self.weight)
 
 
+def wide_linear(input: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """(..., in), (out, in) -> (..., out) of `dtype`, multiplied and summed in at least float32."""
+    return _WideLinearFunction.apply(input, weight, dtype)
+
+
 class _WideLinearFunction(torch.autograd.Function):
-    """Keeps for its backward pass no more than F.linear would, where recorded conversions would keep float32 copies."""
+    """Keeps for its backward pass no more than F.linear would, where recorded conversions would keep wide copies."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor) -> Tensor:
-        for_input, for_weight = ctx.needs_input_grad
+    def forward(ctx: Any, input: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        for_input, for_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(input if for_weight else None, weight if for_input else None)
-        return F.linear(input.float(), weight.float()).to(input.dtype)
+        ctx.dtypes = input.dtype, weight.dtype
+        wide = torch.promote_types(input.dtype, torch.float32)
+        return F.linear(input.to(wide), weight.to(wide)).to(dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         input, weight = ctx.saved_tensors
-        wide_grad = grad.float()  # (..., out)
+        input_dtype, weight_dtype = ctx.dtypes
+        wide = torch.promote_types(input_dtype, torch.float32)
+        wide_grad = grad.to(wide)  # (..., out)
         grad_input = grad_weight = None
         if weight is not None:
-            grad_input = (wide_grad @ weight.float()).to(grad.dtype)
+            grad_input = (wide_grad @ weight.to(wide)).to(input_dtype)
         if input is not None:
-            grad_weight = (wide_grad.flatten(0, -2).mT @ input.flatten(0, -2).float()).to(grad.dtype)  # (out, in)
-        return grad_input, grad_weight
+            rows = wide_grad.flatten(0, -2), input.flatten(0, -2).to(wide)  # (R, out), (R, in)
+            grad_weight = (rows[0].mT @ rows[1]).to(weight_dtype)
+        return grad_input, grad_weight, None

@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from model_cases import MOE_16B, V3, build_model, random_ids
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model import cpu_bf16
+from model import wide_products
 from model.attention import attend, document_mask
 from model.causal_attention import CausalAttentionFunction
-from model.cpu_bf16 import Linear, widens
 from model.losses import LMHead
+from model.wide_products import Linear, widens
 
 ROUNDING = 2.0**-8  # of a bfloat16, relative: 8 bits; float32's sums of a few hundred terms are far below
 X86 = {"architecture": "x86_64"}
@@ -19,7 +19,7 @@ X86 = {"architecture": "x86_64"}
 
 @pytest.fixture
 def slow_bf16(monkeypatch):
-    monkeypatch.setattr(cpu_bf16, "_SLOW", True)
+    monkeypatch.setattr(wide_products, "_BF16_IS_SLOW", True)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def slow_bf16(monkeypatch):
     ],
 )
 def test_which_cpus_multiply_float32_faster(capabilities, slow):
-    assert cpu_bf16._is_slow(capabilities) is slow
+    assert wide_products._is_slow(capabilities) is slow
 
 
 def test_few_rows_and_other_dtypes_are_left_alone(slow_bf16):
