@@ -74,6 +74,6 @@ class _WideLinearFunction(torch.autograd.Function):
         if weight is not None:
             grad_input = (wide_grad @ weight.to(wide)).to(input_dtype)
         if input is not None:
-            rows = wide_grad.flatten(0, -2), input.flatten(0, -2).to(wide)  # (R, out), (R, in)
-            grad_weight = (rows[0].mT @ rows[1]).to(weight_dtype)
+            grad_rows, input_rows = wide_grad.flatten(0, -2), input.flatten(0, -2)  # (R, out), (R, in)
+            grad_weight = (grad_rows.mT @ input_rows.to(wide)).to(weight_dtype)
         return grad_input, grad_weight, None
