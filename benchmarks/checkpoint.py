@@ -7,6 +7,7 @@ the next, so that all write to blocks that the disk has had before: a virtual di
 """
 
 import argparse
+import mmap
 import os
 import shutil
 import statistics
@@ -24,21 +25,27 @@ from model.flops import count_parameters
 from recipes.cluster.launch import Launch, quiet_deepspeed, start_process_group
 
 
-def plain_file_seconds(path: Path, size: int) -> tuple[float, float]:
-    """Seconds to write (with fsync) and to read back `size` bytes, the page cache dropped between as far as allowed."""
-    block = os.urandom(1 << 24)
-    begin = time.perf_counter()
-    with path.open("wb", buffering=0) as file:
+def plain_file_seconds(path: Path, size: int) -> dict[str, float]:
+    """Seconds to write `size` bytes with fsync, through the page cache and past it, and to read them back from disk."""
+    block = mmap.mmap(-1, 1 << 24)  # begins with a page, as a direct write wants it
+    block[:] = os.urandom(1 << 24)
+    seconds = {}
+    for name, flag in (("plain write", 0), ("plain write, direct", os.O_DIRECT)):
+        path.unlink(missing_ok=True)
+        begin = time.perf_counter()
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | flag)
         for _ in range(size >> 24):
-            file.write(block)
-        os.fsync(file.fileno())
-    written = time.perf_counter() - begin
+            os.write(file, block)
+        os.fsync(file)
+        os.close(file)
+        seconds[name] = time.perf_counter() - begin
     drop_from_cache(path)
     begin = time.perf_counter()
-    with path.open("rb", buffering=0) as file:
-        while file.read(1 << 24):
+    with path.open("rb", buffering=0) as plain:
+        while plain.read(1 << 24):
             pass
-    return written, time.perf_counter() - begin
+    seconds["plain read"] = time.perf_counter() - begin
+    return seconds
 
 
 def drop_from_cache(path: Path) -> None:
@@ -102,7 +109,7 @@ def main() -> None:
             load_checkpoint(engine, checkpoint)
             seconds["load"] = time.perf_counter() - begin
             shutil.rmtree(checkpoint)
-            seconds["plain write"], seconds["plain read"] = plain_file_seconds(folder / "plain", size)
+            seconds |= plain_file_seconds(folder / "plain", size)
             (folder / "plain").unlink()
             if step > 1:
                 for key, value in seconds.items():

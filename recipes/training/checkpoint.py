@@ -1,24 +1,19 @@
 """Saving and loading a run: every rank writes its part aside, then one rename makes the whole a checkpoint."""
 
 import copy
-import hashlib
-import io
 import json
-import os
 import random
 import shutil
 import threading
 import time
-from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy
 import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 from torch import Tensor
-from torch.utils.serialization import config as serialization_config
 
 from recipes.config.errors import TrainingFault
 from recipes.training.checkpoint_files import (
@@ -34,6 +29,7 @@ from recipes.training.checkpoint_files import (
     write_and_sync,
 )
 from recipes.training.expert_parallel_weights import own_name
+from recipes.training.hashed_file import write_hashed
 
 
 class _Collector(CheckpointEngine):
@@ -72,51 +68,6 @@ def _host_copy(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
-class _HashedFile(io.RawIOBase):
-    """Counts and hashes what is written, so that nothing is read again for the manifest.
-
-    Other threads hash, and have the disk begin, while this one writes: none of them holds Python's lock.
-    """
-
-    def __init__(self, file: BinaryIO, helpers: Executor) -> None:
-        self._file = file
-        self._helpers = helpers
-        self._digest = hashlib.sha256()
-        self.bytes = 0
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, content: Any) -> int:
-        hashed = self._helpers.submit(self._digest.update, content)
-        view = memoryview(content).cast("B")
-        written = 0
-        while written < len(view):  # an unbuffered file may take less than it is given
-            written += self._file.write(view[written:])
-        # Has the disk begin with these pages now; to leave all to the file's end takes longer.
-        self._helpers.submit(os.posix_fadvise, self._file.fileno(), self.bytes, written, os.POSIX_FADV_DONTNEED)
-        hashed.result()  # the buffer is the caller's again once this returns
-        self.bytes += written
-        return written
-
-    @property
-    def entry(self) -> dict[str, Any]:
-        """This file's line of the manifest."""
-        return {"bytes": self.bytes, "sha256": self._digest.hexdigest()}
-
-
-def _write_hashed(path: Path, content: Any) -> dict[str, Any]:
-    """Write one object durably and return its manifest entry."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # The manifest's checksums take the place of the archive's own, which cost a third of the time.
-    without_crc = serialization_config.patch("save.compute_crc32", False)  # type: ignore[attr-defined]
-    with path.open("wb", buffering=0) as file, ThreadPoolExecutor(2) as helpers, without_crc:
-        hashed = _HashedFile(file, helpers)
-        torch.save(content, hashed)  # type: ignore[arg-type]  # it wants no more of a file than write()
-        os.fsync(file.fileno())
-    return hashed.entry
-
-
 @dataclass
 class _Save:
     """A checkpoint that is being written."""
@@ -133,7 +84,7 @@ class _Save:
         """Write this rank's files; a failure is kept for all ranks to hear of."""
         try:
             for path, content in self.files:
-                self.entries[path.relative_to(self.aside).as_posix()] = _write_hashed(path, content)
+                self.entries[path.relative_to(self.aside).as_posix()] = write_hashed(path, content)
         except (OSError, RuntimeError) as error:
             self.error = str(error)
         self.files = []  # the host copies
