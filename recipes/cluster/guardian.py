@@ -241,7 +241,11 @@ class Guardian:
         if cause.said:
             return False
         beside = self.watch.local_rank == 0 and (cause.host == self.host or self._contact_is_lost())
-        return self.watch.rank == 0 or beside
+        # The rank failed before rank 0 served a board, so nobody else can know; of a user's mistake rank 0 speaks.
+        alone_knows = (
+            not self.watch.alone and not self.contact and cause == self.words and cause.code != EXIT_USER_ERROR
+        )
+        return self.watch.rank == 0 or beside or alone_knows
 
     def _wait(self, condition: Callable[[], bool], seconds: float) -> None:
         deadline = time.monotonic() + seconds

@@ -1,5 +1,6 @@
 """The parts of the guardian that need no job: signs of life, the board, what is seen of other processes."""
 
+import multiprocessing
 import signal
 import socket
 import subprocess
@@ -8,13 +9,14 @@ import time
 
 import psutil
 import pytest
+from launching import free_port
 
 from recipes.cluster import guardian
 from recipes.cluster.guard import is_communication_error
 from recipes.cluster.guardian import JOIN_SECONDS, LOST_SECONDS, Monitor
 from recipes.cluster.job_board import ENDED, Cause, JobBoard, master_socket, serve
 from recipes.cluster.launcher_processes import ended_file, exit_status, find_launchers, is_alive
-from recipes.config.errors import TrainingFault, UserError
+from recipes.config.errors import EXIT_USER_ERROR, TrainingFault, UserError
 
 
 class Clock:
@@ -53,6 +55,34 @@ def test_a_rank_that_falls_silent_is_named_with_its_host(monitor):
 def test_a_rank_that_has_ended_may_be_silent(monitor):
     assert after(*monitor, 2, ["beats", "beats", "node2 7"]) is None
     assert after(*monitor, 1000, ["beats", "beats", ENDED]) is None
+
+
+@pytest.mark.parametrize(
+    ("last_words", "spoken"),
+    [
+        (Cause(1, "node1", "ValueError: the router met"), "\nfault: rank 1 on node1: ValueError: the router met\n"),
+        (Cause(1, "node1", "--data: not there", code=EXIT_USER_ERROR), ""),  # rank 0 finds the same, and prints it
+        (None, ""),  # ended with the others, by the launcher
+    ],
+)
+def test_a_rank_that_fails_before_rank_0_has_begun_speaks_for_itself(monkeypatch, tmp_path, last_words, spoken):
+    """Seen where rank 0 imported slowly: the launcher ended it before it had a guardian, and nobody named the cause."""
+    monkeypatch.setattr(guardian, "POST_SECONDS", 0.5)
+    monkeypatch.setattr(guardian, "BEAT_SECONDS", 0.1)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))  # nobody listens there
+    rank = subprocess.Popen(["sleep", "60"])
+    rank_link, link = multiprocessing.Pipe()
+    with (tmp_path / "console").open("w") as console:
+        watch = guardian.Watch(1, 1, 2, rank.pid, [], link, None, False, console.fileno())
+        one = guardian.Guardian(watch)
+        if last_words:
+            rank_link.send(last_words)
+        rank.terminate()
+        rank.wait()
+        one.run()
+        one.over = True  # ends its thread
+    assert (tmp_path / "console").read_text() == spoken
 
 
 def test_a_rank_that_never_begins(monitor):
