@@ -79,6 +79,7 @@ class FinetuneConfig(RunConfig):
     bias_update_until_tokens: ClassVar[None] = None
     mtp_loss_weight_later: ClassVar[None] = None
     document_mask: ClassVar[bool] = True
+    eval_tokens: ClassVar[int] = 0
     packing: ClassVar[str] = "best_fit"
     fim_rate: ClassVar[float] = 0.0
     ema_decay: ClassVar[None] = None

@@ -219,6 +219,10 @@ class PretrainConfig(RunConfig):
     )
     text_key: str = field(default="text", metadata={"help": "key or column of the text in jsonl, csv and parquet"})
     holdout: float = field(default=0.1, metadata={"help": "part of the documents held out, by the hash of their text"})
+    eval_tokens: int = field(
+        default=2_000_000,
+        metadata={"help": "held-out tokens that an evaluation takes, evenly from all of them; 0: every one"},
+    )
     on_error: str = field(
         default="stop",
         metadata={"help": "a bad record in the data: stop, replace or skip", "choices": ["stop", "replace", "skip"]},
@@ -245,6 +249,7 @@ class PretrainConfig(RunConfig):
     def faults(self) -> list[str]:
         """As RunConfig.faults."""
         faults = super().faults() + at_least(self, 1, "train_tokens", "reference_batch_size", "ema_steps")
+        faults += at_least(self, 0, "eval_tokens")
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             faults.append(f"--ema_decay {self.ema_decay}: must be above 0 and below 1")
         if self.ema_steps is not None and self.ema_decay is None:

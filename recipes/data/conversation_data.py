@@ -144,8 +144,9 @@ def evaluation_batches(
     rank: int,
     world_size: int,
     document_mask: bool,
+    most_rows: int | None = None,
 ) -> Iterator[dict[str, Tensor]]:
-    """This rank's share of a split of either kind: `heldout_batches`, or those of conversations."""
+    """This rank's share of a split of either kind: `heldout_batches`, or those of conversations, always all of them."""
     if corpus.manifest.kind == KIND:
         return heldout_conversation_batches(
             corpus, seq_length=seq_length, micro_batch_size=micro_batch_size, rank=rank, world_size=world_size
@@ -157,4 +158,5 @@ def evaluation_batches(
         rank=rank,
         world_size=world_size,
         document_mask=document_mask,
+        most_rows=most_rows,
     )

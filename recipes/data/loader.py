@@ -312,22 +312,33 @@ def heldout_batches(
     rank: int,
     world_size: int,
     document_mask: bool = False,
+    most_rows: int | None = None,
 ) -> Iterator[dict[str, Tensor]]:
     """This rank's share of a held-out split: each token but the first, which follows nothing, is predicted once.
 
     All ranks get the same number of batches; rows that only fill up have no label that counts. A batch has
     `valid_tokens` where it holds padding.
+
+    Args:
+        most_rows: take no more than so many of the rows of `seq_length`, at even distances over the split.
     """
     documents = PlainDocuments(corpus)
-    num_rows = -(-max(0, documents.num_tokens - 1) // seq_length)
-    num_batches = -(-num_rows // (micro_batch_size * world_size))
+    num_rows = heldout_rows(corpus, seq_length)
+    taken = num_rows if most_rows is None else min(num_rows, most_rows)
+    num_batches = -(-taken // (micro_batch_size * world_size))
     for batch_index in range(num_batches):
         first = (batch_index * world_size + rank) * micro_batch_size
         rows = [
-            heldout_row(documents, index, seq_length, document_mask) for index in range(first, first + micro_batch_size)
+            heldout_row(documents, index * num_rows // taken, seq_length, document_mask)  # behind the last one: padding
+            for index in range(first, first + micro_batch_size)
         ]
         has_padding = any(row.num_real < seq_length for row in rows)
         yield stack([row_fields(row, has_padding) for row in rows])
+
+
+def heldout_rows(corpus: PreparedCorpus, seq_length: int) -> int:
+    """How many rows of `seq_length` predicted tokens a held-out split makes, the last one not always full."""
+    return -(-max(0, corpus.num_tokens - 1) // seq_length)
 
 
 def heldout_row(documents: PlainDocuments, index: int, seq_length: int, document_mask: bool) -> Row:

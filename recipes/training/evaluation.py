@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Loss over all held-out tokens, each predicted once."""
+    """Loss over held-out tokens, each predicted once."""
 
     loss: float  # nats per token
     bits_per_byte: float  # of the held-out texts' UTF-8 bytes
@@ -19,11 +19,11 @@ class Evaluation:
     mtp_acceptance: float | None  # of the first MTP depth's drafts, in speculative decoding; None without MTP
 
 
-def evaluate(engine: Any, batches: Iterable[dict[str, Tensor]], text_bytes: int, copies: int = 1) -> Evaluation:
+def evaluate(engine: Any, batches: Iterable[dict[str, Tensor]], text_bytes: float, copies: int = 1) -> Evaluation:
     """Run the engine over this rank's batches; every rank must have the same number of them.
 
     Args:
-        text_bytes: UTF-8 bytes of the held-out texts, all ranks' together.
+        text_bytes: UTF-8 bytes of the texts that are evaluated, all ranks' together.
         copies: ranks that have the same batches.
     """
     engine.eval()
@@ -46,7 +46,7 @@ def sum_losses(model: Callable[..., Any], batches: Iterable[dict[str, Tensor]], 
     return totals
 
 
-def as_evaluation(totals: Tensor, text_bytes: int) -> Evaluation:
+def as_evaluation(totals: Tensor, text_bytes: float) -> Evaluation:
     """From the sums over all ranks."""
     nats, tokens, accepted, drafts = totals.tolist()
     return Evaluation(

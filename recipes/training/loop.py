@@ -18,7 +18,7 @@ from recipes.cluster.host_memory import give_back_freed_memory
 from recipes.config.ds_check import autotp_size
 from recipes.data.conversation_data import evaluation_batches
 from recipes.data.corpus import PreparedCorpus
-from recipes.data.loader import StepBatch, TrainingData, step_batches
+from recipes.data.loader import StepBatch, TrainingData, heldout_rows, step_batches
 from recipes.training.checkpoint import CheckpointWriter
 from recipes.training.checkpoint_files import TrainingState, checkpoints_folder
 from recipes.training.device_peak import device_peak_flops
@@ -311,10 +311,14 @@ def _show(bar: tqdm, line: dict[str, Any]) -> None:
 
 
 def evaluate_heldout(engine: Any, plan: RunPlan, heldout: list[PreparedCorpus]) -> Evaluation | None:
-    """Loss over the whole held-out part of all sources; None where nothing is held out."""
+    """Loss over the held-out part of all sources, or --eval_tokens of it; None where nothing is held out."""
     heldout = [corpus for corpus in heldout if corpus.num_tokens > 1]
     if not heldout:
         return None
+    rows = [heldout_rows(corpus, plan.seq_length) for corpus in heldout]
+    taken = share_evenly(rows, -(-plan.config.eval_tokens // plan.seq_length) or sum(rows))
+    # of the rows that are left out the bytes are not known: as many as of the others
+    text_bytes = sum(corpus.num_bytes * part / whole for corpus, part, whole in zip(heldout, taken, rows, strict=True))
     # Ranks that share matrices need the same sequences; those that share sequences evaluate whole ones, each its own.
     copies = autotp_size(plan.resolved.config)
     share_batches = functools.partial(
@@ -325,5 +329,12 @@ def evaluate_heldout(engine: Any, plan: RunPlan, heldout: list[PreparedCorpus]) 
         world_size=plan.launch.world_size // copies,
         document_mask=plan.config.document_mask,
     )
-    batches = itertools.chain.from_iterable(map(share_batches, heldout))
-    return evaluate(engine, batches, sum(corpus.num_bytes for corpus in heldout), copies)
+    batches = itertools.chain.from_iterable(
+        share_batches(corpus, most_rows=part) for corpus, part in zip(heldout, taken, strict=True)
+    )
+    return evaluate(engine, batches, text_bytes, copies)
+
+
+def share_evenly(sizes: list[int], most: int) -> list[int]:
+    """Of each size its part of `most`, rounded up; the whole where `most` is all or more."""
+    return [min(size, -(-size * most // sum(sizes))) for size in sizes]

@@ -1,7 +1,9 @@
 """Batches: a function of the step alone, complete and disjoint over ranks and workers."""
 
+import math
 import pickle
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from recipes.config.batch_plan import BatchPlan, BatchRamp
 from recipes.config.errors import UserError
 from recipes.data.corpus import PreparedCorpus
 from recipes.data.loader import TrainingData, default_num_workers, heldout_batches, step_batches
+from recipes.training.loop import evaluate_heldout
 from tests.data_corpora import EOS, PAD, flat, numbered_documents, open_corpus, write_corpus
 
 LENGTHS = [5, 9, 3, 20, 1, 14, 7, 7, 2, 30]
@@ -145,6 +148,61 @@ def test_heldout_predicts_each_token_once_on_any_world_size(tmp_path, world, mic
         if "valid_tokens" in batch:
             assert not torch.any(counted & ~batch["valid_tokens"]) and not batch["valid_tokens"].all()
     assert sorted(pairs) == sorted(zip(stream[:-1], stream[1:], strict=True))
+
+
+@pytest.mark.parametrize("world, micro", [(1, 1), (1, 3), (2, 2), (4, 4)])
+def test_a_part_of_heldout_is_spread_evenly_and_the_same_on_any_world_size(tmp_path, world, micro):
+    corpus = open_corpus(tmp_path / "c", [10 * SEQ])  # and EOS: 10 rows, each full
+    options = {"seq_length": SEQ, "micro_batch_size": micro, "world_size": world, "most_rows": 4}
+    batches = [list(heldout_batches(corpus, rank=rank, **options)) for rank in range(world)]
+    assert len({len(of_rank) for of_rank in batches}) == 1
+    rows = [
+        row.tolist()
+        for of_rank in batches
+        for batch in of_rank
+        for row, labels in zip(batch["input_ids"], batch["labels"], strict=True)
+        if (labels != -100).any()
+    ]
+    stream = flat(numbered_documents([10 * SEQ]))
+    assert sorted(rows) == [stream[row * SEQ : (row + 1) * SEQ] for row in (0, 2, 5, 7)]
+
+
+class Model:
+    """Stands for an engine: each token's loss is its own id."""
+
+    device = "cpu"
+
+    def eval(self):
+        return self
+
+    train = eval
+
+    def __call__(self, input_ids, labels, **_):
+        counted = labels != -100
+        return {"cross_entropy_sum": input_ids[counted].sum(), "label_count": counted.sum()}
+
+
+@pytest.mark.parametrize(
+    ("eval_tokens", "rows"),
+    [(0, [range(6), range(3)]), (9 * SEQ, [range(6), range(3)]), (3 * SEQ - 1, [(0, 3), (0,)])],
+)
+def test_an_evaluation_takes_its_part_of_each_source(tmp_path, monkeypatch, eval_tokens, rows):
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: None)
+    corpora = [open_corpus(tmp_path / "a", [6 * SEQ]), open_corpus(tmp_path / "b", [3 * SEQ])]
+    plan = SimpleNamespace(
+        config=SimpleNamespace(eval_tokens=eval_tokens, document_mask=False),
+        resolved=SimpleNamespace(config={}, micro_batch_size=2),
+        launch=SimpleNamespace(rank=0, world_size=1),
+        seq_length=SEQ,
+    )
+    found = evaluate_heldout(Model(), plan, corpora)
+    streams = [flat(numbered_documents([size * SEQ])) for size in (6, 3)]
+    read = [stream[row * SEQ : (row + 1) * SEQ] for stream, of in zip(streams, rows, strict=True) for row in of]
+    nats, tokens = sum(map(sum, read)), sum(map(len, read))
+    parts = [len(of) / size for of, size in zip(rows, (6, 3), strict=True)]
+    text_bytes = sum(corpus.num_bytes * part for corpus, part in zip(corpora, parts, strict=True))
+    assert (found.tokens, found.loss) == (tokens, pytest.approx(nats / tokens))
+    assert found.bits_per_byte == pytest.approx(nats / math.log(2) / text_bytes)
 
 
 def test_heldout_with_document_mask(tmp_path):
