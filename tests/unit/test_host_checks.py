@@ -139,8 +139,9 @@ def test_a_preflight_without_a_fault_is_silent(tmp_path, ops, capsys):
 
 
 def test_a_disk_that_is_too_small(tmp_path, ops, capsys, monkeypatch):
-    free = preflight.shutil.disk_usage(tmp_path).free
-    too_many = free // preflight.CHECKPOINT_BYTES + 1
+    usage = preflight.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda folder: usage)  # other tests fill and free it meanwhile
+    too_many = usage.free // preflight.CHECKPOINT_BYTES + 1
     monkeypatch.setattr(preflight.psutil, "virtual_memory", lambda: type("", (), {"available": 1 << 60}))
     with pytest.raises(UserError, match=rf"disk: .* free in {tmp_path}, at least .*--output_dir"):
         run_preflight(ONE, needs(tmp_path / "run", parameters=too_many))
