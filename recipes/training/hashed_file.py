@@ -36,9 +36,8 @@ class HashedFile(io.RawIOBase):
         self._set_direct(True)
         self._digest = hashlib.sha256()
         self._helpers = ThreadPoolExecutor(2, "checkpoint-disk")
-        self._blocks = [
-            numpy.frombuffer(mmap.mmap(-1, BLOCK_BYTES), numpy.uint8) for _ in range(2)
-        ]  # on a page's begin
+        mapped = [mmap.mmap(-1, BLOCK_BYTES) for _ in range(2)]  # each begins with a page
+        self._blocks = [numpy.frombuffer(memory, numpy.uint8) for memory in mapped]
         self._filled = 0  # bytes of the first block
         self._pending: list[Future[None]] = []  # what is done to the second one
 
